@@ -1,0 +1,60 @@
+# make demo | make test | make check | make bench      each does all its own set-up through make setup
+PYTHON ?= $(shell command -v python3.12 || command -v python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+# The Megatron versions beside the installed one, for the contract tests.
+OTHER_MEGATRON := 0.17.1 0.18.2
+NATIVE := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/accel/*.h) setup.py
+
+.PHONY: setup demo test check format bench clean
+.DELETE_ON_ERROR:
+
+setup: $(VENV)/.native $(VENV)/.megatron $(VENV)/.data
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v == (3, 12) else \
+	    "make setup needs Python 3.12, found %d.%d: make PYTHON=/path/to/python3.12 setup" % v)'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.requirements: requirements/dev.txt $(VENV)/.python
+	@echo "installing pinned dependencies into $(VENV) (torch is about 5 GB on disk: a minute or two)"
+	$(PY) -m pip install --disable-pip-version-check --requirement $<
+	@touch $@
+
+$(VENV)/.native: $(VENV)/.requirements $(NATIVE) pyproject.toml
+	@echo "building the native library (about a minute)"
+	$(PY) -m pip install --disable-pip-version-check --no-build-isolation --no-deps --quiet --editable .
+	@touch $@
+
+$(VENV)/.megatron: $(VENV)/.requirements
+	@for version in $(OTHER_MEGATRON); do \
+	    $(PY) -m pip install --disable-pip-version-check --quiet --no-deps --upgrade \
+	        --target $(VENV)/megatron/$$version megatron-core==$$version || exit 1; done
+	@touch $@
+
+$(VENV)/.data: $(VENV)/.native examples/demo/corpus.py
+	$(PY) examples/demo/corpus.py
+	@touch $@
+
+demo: setup
+	$(PY) examples/demo/run.py
+
+test: setup
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.requirements
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(VENV)/.requirements
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: setup
+	$(PY) -m accel bench rms_norm
+	$(PY) -m accel bench layer_norm
+
+clean:
+	rm -rf build accel.egg-info accel/_C*.so .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,233 @@
+"""The CPU device runtime: ``torch.cuda``, as Megatron uses it, served by the host and gloo.
+
+Everything is a :class:`~accel.patching.Patch` on a torch function, in one table, applied and undone
+as one set. Three ideas carry it:
+
+* a *place* given as cuda (``device="cuda:1"``, ``.cuda()``, an integer device) means the host, for
+  everybody (``factories``);
+* a *question* about cuda (``is_available()``, ``tensor.is_cuda``, ``tensor.type()``) is answered
+  yes only to the packages named at :func:`install` (``audience``), so torch's own code never looks
+  for a GPU;
+* *state* is real: random streams (``generators``), memory figures (``memory``), event times
+  (``streams``), and collectives that keep NCCL's contract on gloo (``collectives``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.utils._device import _device_constructors
+
+from accel import patching
+from accel.device.cpu import memory
+from accel.device.cpu.audience import AUDIENCE
+from accel.patching import Applied, Patch
+
+__all__ = ["install", "patches"]
+
+_HERE = "accel.device.cpu"
+
+_LIKE = (
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+)
+_NEW = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+_TENSOR = {
+    "to": "tensor_to",
+    "cpu": "tensor_cpu",
+    "cuda": "tensor_cuda",
+    "type": "tensor_type",
+    "is_cuda": "is_cuda",
+    "record_stream": "record_stream",
+    "pin_memory": "pin_memory",
+}
+_CONTEXTS = {
+    "torch.serialization:load": "load",
+    "torch.utils._device:DeviceContext.__init__": "device_context",
+    "torch.amp.autocast_mode:autocast.__init__": "autocast",
+    "torch.utils.data.dataloader:DataLoader.__init__": "data_loader",
+}
+_STREAMS = (
+    "Stream", "Event", "set_device", "current_device", "current_stream", "default_stream", "set_stream",
+    "stream", "device",
+)  # fmt: skip
+_GENERATORS = (
+    "get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all", "manual_seed",
+    "manual_seed_all", "initial_seed",
+)  # fmt: skip
+_HOST_GENERATOR = {
+    "get_rng_state": "host_get_rng_state",
+    "set_rng_state": "host_set_rng_state",
+    "manual_seed": "host_manual_seed",
+}
+_MEMORY = (
+    "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats",
+    "reset_peak_memory_stats", "mem_get_info", "memory_snapshot", "memory_summary", "device_memory_used",
+)  # fmt: skip
+_SURFACE = (
+    "get_device_name", "get_device_capability", "get_device_properties", "is_bf16_supported",
+    "is_current_stream_capturing", "cudart",
+)  # fmt: skip
+_ASKED = ("is_available", "is_initialized", "device_count")
+_SILENT = ("synchronize", "empty_cache", "ipc_collect", "check_error", "_sleep")
+_UNMEASURED = ("utilization", "temperature", "power_draw", "clock_rate")
+_COLLECTIVES = {
+    "init_process_group": "init_process_group",
+    "new_group": "new_group",
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather_into_tensor",
+    "_all_gather_base": "all_gather_into_tensor",
+    "reduce_scatter_tensor": "reduce_scatter_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "isend": "isend",
+    "_coalescing_manager": "coalescing_manager",
+}
+
+
+def patches() -> tuple[Patch, ...]:
+    """The whole table, for the installed torch."""
+    return tuple(_tensor_places()) + tuple(_cuda_surface()) + tuple(_collectives())
+
+
+def install(audience: Sequence[str]) -> Applied:
+    """Redirect ``torch.cuda`` to the host.
+
+    Args:
+        audience: top-level packages (and ``__main__``) that are told that a cuda device exists.
+
+    Returns:
+        The applied set; its ``undo()`` restores every binding and the allocator.
+    """
+    _device_constructors()  # cached by torch: it must hold the originals, by which device contexts compare
+    applied = _Installed.of(patching.apply(patches(), scope=(*audience, "torch")))
+    AUDIENCE.update(audience)
+    memory.install()
+    return applied
+
+
+class _Installed(Applied):
+    """Also forgets the audience and gives the allocator back."""
+
+    @classmethod
+    def of(cls, applied: Applied) -> _Installed:
+        return cls(applied.changes, applied.bindings, applied.scope)
+
+    def undo(self) -> None:
+        super().undo()
+        AUDIENCE.clear()
+        memory.uninstall()
+
+
+def _wrap(target: str, replacement: str, why: str) -> Patch:
+    return Patch(target=target, replacement=f"{_HERE}.{replacement}", how="wrap", why=why)
+
+
+def _tensor_places() -> Iterable[Patch]:
+    names = {f.__name__ for f in _device_constructors()} & set(dir(torch))
+    for name in sorted(names | set(_LIKE)):
+        yield _wrap(
+            f"torch:{name}", "factories:factory", "A tensor asked for on cuda is made on the host."
+        )
+    for name in _NEW:
+        yield _wrap(
+            f"torch:Tensor.{name}",
+            "factories:factory",
+            "A tensor asked for on cuda is made on the host.",
+        )
+    for name, adapter in _TENSOR.items():
+        yield _wrap(
+            f"torch:Tensor.{name}", f"factories:{adapter}", "A cuda tensor is a host tensor here."
+        )
+    for target, adapter in _CONTEXTS.items():
+        yield _wrap(
+            target,
+            f"factories:{adapter}",
+            "A cuda context, map_location or pinned copy means the host.",
+        )
+
+
+def _cuda_surface() -> Iterable[Patch]:
+    tables: tuple[tuple[str, Sequence[str], str], ...] = (
+        (
+            "streams",
+            _STREAMS,
+            "Work on the host is done when the call returns, so streams are always idle.",
+        ),
+        ("generators", _GENERATORS, "The default CPU generator plays the device's random stream."),
+        ("memory", _MEMORY, "Memory figures are the host allocator's own."),
+        ("surface", _SURFACE, "Megatron asks what the device can do."),
+    )
+    for module, names, why in tables:
+        for name in names:
+            if hasattr(torch.cuda, name):
+                yield Patch(target=_home(name), replacement=f"{_HERE}.{module}:{name}", why=why)
+    for old, new in (("_lazy_init", "lazy_init"), ("_lazy_call", "lazy_call")):
+        yield Patch(
+            target=f"torch.cuda:{old}",
+            replacement=f"{_HERE}.surface:{new}",
+            why="There is no CUDA context.",
+        )
+    for name in _ASKED:
+        yield _wrap(
+            _home(name), f"surface:{name}", "Megatron sees a cuda device, everybody else the truth."
+        )
+    for name in _SILENT:
+        if hasattr(torch.cuda, name):
+            yield _wrap(_home(name), "surface:silent", "Nothing is pending or cached on the host.")
+    for name in _UNMEASURED:
+        yield _wrap(
+            _home(name), "surface:unmeasured", "There is no GPU whose sensors could be read."
+        )
+    for name in ("range_push", "range_pop", "mark"):
+        yield _wrap(
+            f"torch.cuda.nvtx:{name}", "surface:silent", "NVTX marks need the CUDA profiler."
+        )
+    for name in ("start", "stop"):
+        yield _wrap(
+            f"torch.cuda.profiler:{name}", "surface:silent", "The CUDA profiler is not there."
+        )
+    yield Patch(
+        target="torch.cuda.nvtx:range",
+        replacement=f"{_HERE}.streams:nvtx_range",
+        why="NVTX ranges need the CUDA profiler.",
+    )
+    yield Patch(
+        target="torch.cuda:default_generators",
+        replacement=f"{_HERE}.generators:DEFAULT_GENERATORS",
+        why="The default CPU generator plays the device's random stream.",
+    )
+    for name, adapter in _HOST_GENERATOR.items():
+        yield _wrap(
+            f"torch.random:{name}",
+            f"generators:{adapter}",
+            "Host and device draw from streams of their own.",
+        )
+    yield _wrap(
+        "torch:compile",
+        "surface:compile_",
+        "torch.compile as a fuser costs tens of seconds per shape on a CPU.",
+    )
+
+
+def _collectives() -> Iterable[Patch]:
+    for name, adapter in _COLLECTIVES.items():
+        if hasattr(torch.distributed.distributed_c10d, name):
+            yield _wrap(
+                f"torch.distributed.distributed_c10d:{name}",
+                f"collectives:{adapter}",
+                "Megatron counts on NCCL's contract, which gloo alone does not keep.",
+            )
+
+
+def _home(name: str) -> str:
+    """The module of ``torch.cuda`` that defines ``name``; copies elsewhere are rebound by identity."""
+    module = getattr(getattr(torch.cuda, name), "__module__", "torch.cuda") or "torch.cuda"
+    return f"{module}:{name}" if module.startswith("torch.cuda") else f"torch.cuda:{name}"

@@ -1,0 +1,225 @@
+"""Collectives on gloo with NCCL's manners.
+
+What Megatron relies on and gloo does not give, each served by a wrap of the ``torch.distributed``
+function:
+
+* ``backend="nccl"``, ``device_id`` and NCCL options name a CUDA device: they become plain gloo;
+* NCCL counts elements where gloo compares shapes: gathers and scatters into one tensor are
+  flattened;
+* gloo refuses per-rank sizes in ``all_gather`` and ``reduce_scatter``: padded to the largest, or
+  summed whole;
+* gloo cannot coalesce: inside ``_coalescing_manager`` each call starts at once and the manager
+  waits for all;
+* Megatron frees a tensor (``deallocate_output_tensor`` swaps ``.data``) whose ``isend`` may still
+  be under way. On a CUDA stream that is safe; gloo would read freed memory. The send gets an alias
+  of its own, which keeps the storage alive as long as its work handle.
+
+A group on another backend is passed through untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["UnevenWork"]
+
+_COALESCED: list[list[Any]] = []
+"""Work lists of the coalescing managers that are open, innermost last."""
+
+
+def init_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init_on_gloo(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("device_id", None)
+        kwargs.pop("pg_options", None)
+        original(_host_backend(backend), *args, **kwargs)
+
+    return init_on_gloo
+
+
+def new_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def new_group_on_gloo(*args: Any, **kwargs: Any) -> Any:
+        # ranks, timeout, backend, pg_options, ...: Megatron passes keywords, others may not.
+        args = tuple(
+            _host_backend(a) if i == 2 else None if i == 3 else a for i, a in enumerate(args)
+        )
+        if "backend" in kwargs:
+            kwargs["backend"] = _host_backend(kwargs["backend"])
+        kwargs.pop("pg_options", None)
+        kwargs.pop("device_id", None)
+        return original(*args, **kwargs)
+
+    return new_group_on_gloo
+
+
+def all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def all_reduce_(
+        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        return _issued(original(tensor, op, group, _async(async_op)), async_op)
+
+    return all_reduce_
+
+
+def all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def all_gather(
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if _on_gloo(group):
+            output_tensor, input_tensor = _flat(output_tensor), _flat(input_tensor)
+        return _issued(original(output_tensor, input_tensor, group, _async(async_op)), async_op)
+
+    return all_gather
+
+
+def reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def reduce_scatter_(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if _on_gloo(group):
+            output, input = _flat(output), _flat(input)
+        return _issued(original(output, input, op, group, _async(async_op)), async_op)
+
+    return reduce_scatter_
+
+
+def all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def gather_uneven(
+        tensor_list: list[torch.Tensor],
+        tensor: torch.Tensor,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        sizes = [t.numel() for t in tensor_list]
+        if len(set(sizes)) <= 1 or not _on_gloo(group):
+            return _issued(original(tensor_list, tensor, group, _async(async_op)), async_op)
+        padded = [tensor.new_empty(max(sizes)) for _ in sizes]
+        mine = tensor.new_zeros(max(sizes))
+        mine[: tensor.numel()].copy_(tensor.reshape(-1))
+
+        def unpad() -> None:
+            for out, got in zip(tensor_list, padded, strict=True):
+                out.copy_(got[: out.numel()].view_as(out))
+
+        return _issued(UnevenWork(original(padded, mine, group, True), unpad), async_op)
+
+    return gather_uneven
+
+
+def reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def scatter_uneven(
+        output: torch.Tensor,
+        input_list: list[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if len({t.numel() for t in input_list}) <= 1 or not _on_gloo(group):
+            return _issued(original(output, input_list, op, group, _async(async_op)), async_op)
+        whole = torch.cat([t.reshape(-1) for t in input_list])
+        rank = dist.get_rank(group)
+        start = sum(t.numel() for t in input_list[:rank])
+
+        def take() -> None:
+            output.copy_(whole[start : start + output.numel()].view_as(output))
+
+        return _issued(UnevenWork(dist.all_reduce(whole, op, group, True), take), async_op)
+
+    return scatter_uneven
+
+
+def isend(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def isend_alias(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return original(tensor.detach(), *args, **kwargs)
+
+    return isend_alias
+
+
+def coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+    @contextlib.contextmanager
+    def start_each_at_once(
+        group: Any = None, device: Any = None, async_ops: bool = False
+    ) -> Iterator[Any]:
+        if not _on_gloo(group):
+            with original(group, None, async_ops) as manager:
+                yield manager
+            return
+        manager = dist.distributed_c10d._CoalescingManager()
+        _COALESCED.append(manager.works)
+        try:
+            yield manager
+        finally:
+            _COALESCED.pop()
+        if not async_ops:
+            manager.wait()
+
+    return start_each_at_once
+
+
+class UnevenWork:
+    """The handle of a padded collective: unpads, once, when it is waited for."""
+
+    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
+        self._work = work
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self, *args: Any) -> bool:
+        done = bool(self._work.wait(*args))
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+        return done
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+def _host_backend(backend: Any) -> Any:
+    if backend is None or not isinstance(backend, str):
+        return "gloo"
+    return "gloo" if "nccl" in backend.lower() else backend
+
+
+def _on_gloo(group: Any) -> bool:
+    return dist.get_backend(group) == "gloo"
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1)
+
+
+def _async(async_op: bool) -> bool:
+    return async_op or bool(_COALESCED)
+
+
+def _issued(work: Any, async_op: bool) -> Any:
+    """Hand the work to the open manager; else wait for it unless the caller wants to."""
+    if _COALESCED:
+        if work is not None:
+            _COALESCED[-1].append(work)
+        return None
+    if async_op or work is None:
+        return work
+    if isinstance(work, UnevenWork):
+        work.wait()
+    return None

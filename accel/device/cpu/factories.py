@@ -1,0 +1,176 @@
+"""Where a tensor is made: every ``device="cuda"``, ``cuda:i`` or integer means the host.
+
+Wraps, for ``accel.device.cpu``: torch's factory functions (the table that
+``torch.set_default_device`` uses), the ``*_like`` and ``new_*`` families, ``Tensor.to`` / ``cuda``
+/ ``cpu`` / ``type``, ``torch.load``, device contexts and autocast. There is no CUDA device to
+reach, so the mapping holds for every caller; only what a tensor says *of itself* (``is_cuda``,
+``type()``) depends on who asks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accel.device.cpu.audience import addressed
+
+__all__ = ["host"]
+
+
+def host(device: Any) -> Any:
+    """Map a device argument to the host: ``"cuda:1"``, ``torch.device("cuda")`` and ``1`` become
+    ``cpu``."""
+    if isinstance(device, torch.device):
+        return _CPU if device.type == "cuda" else device
+    if isinstance(device, str):
+        return _CPU if device.partition(":")[0] == "cuda" else device
+    if isinstance(device, int) and not isinstance(device, bool):
+        return _CPU
+    return device
+
+
+_CPU = torch.device("cpu")
+
+
+def factory(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function with ``device=`` and perhaps ``pin_memory=``; host memory needs no pinning
+    here."""
+
+    @functools.wraps(fn)
+    def made_on_host(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            if (device := kwargs.get("device")) is not None:
+                kwargs["device"] = host(device)
+            kwargs.pop("pin_memory", None)
+        return fn(*args, **kwargs)
+
+    return made_on_host
+
+
+def tensor_to(to: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(to)
+    def to_on_host(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            asked = kwargs["device"]
+            kwargs["device"] = host(asked)
+        else:
+            asked = args[0] if args else None
+            if isinstance(asked, (str, int, torch.device)):
+                args = (host(asked), *args[1:])
+        out = to(self, *args, **kwargs)
+        return _own_copy(self, out) if _is_cpu(asked) and addressed() else out
+
+    return to_on_host
+
+
+def tensor_cpu(cpu: Callable[..., Any]) -> Callable[..., Any]:
+    """From a device, ``.cpu()`` is a copy; checkpoint writers that run beside the next step rely on
+    it."""
+
+    @functools.wraps(cpu)
+    def copy_to_host(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        out = cpu(self, *args, **kwargs)
+        return _own_copy(self, out) if addressed() else out
+
+    return copy_to_host
+
+
+def tensor_cuda(cuda: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(cuda)
+    def stay_on_host(
+        self: torch.Tensor,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+    ) -> torch.Tensor:
+        return self.to(_CPU, memory_format=memory_format)
+
+    return stay_on_host
+
+
+def tensor_type(type_: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.FloatTensor`` is called ``torch.cuda.FloatTensor`` when the audience asks."""
+
+    @functools.wraps(type_)
+    def type_on_host(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            name: str = type_(self)
+            return name.replace("torch.", "torch.cuda.", 1) if addressed() else name
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.", 1)
+        return type_(self, dtype, *args, **kwargs)
+
+    return type_on_host
+
+
+class _IsCuda(property):
+    """Stays a data descriptor of ``torch.Tensor``; the original sits on ``torch._C.TensorBase``."""
+
+
+def is_cuda(original: Any) -> property:
+    def get(self: torch.Tensor) -> bool:
+        return self.device.type == "cpu" if addressed() else original.__get__(self)
+
+    return _IsCuda(get)
+
+
+def record_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def nothing_to_record(self: torch.Tensor, stream: Any) -> None:
+        """Host memory is not freed behind a stream's back."""
+
+    return nothing_to_record
+
+
+def pin_memory(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def already_on_host(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+        return self
+
+    return already_on_host
+
+
+def load(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_on_host(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        location = _CPU if map_location is None else host(map_location)
+        return original(f, location, *args, **kwargs)
+
+    return load_on_host
+
+
+def device_context(init: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(init)
+    def enter_host(self: Any, device: Any) -> None:
+        init(self, host(device))
+
+    return enter_host
+
+
+def autocast(init: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(init)
+    def autocast_host(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    return autocast_host
+
+
+def data_loader(init: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(init)
+    def without_pinning(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        init(self, *args, **kwargs)
+
+    return without_pinning
+
+
+def _is_cpu(device: Any) -> bool:
+    return (isinstance(device, torch.device) and device.type == "cpu") or device == "cpu"
+
+
+def _own_copy(source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return out.clone() if out is source else out

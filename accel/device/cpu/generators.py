@@ -1,0 +1,111 @@
+"""Random numbers: the default CPU generator is the *device's* generator.
+
+On CUDA there are two streams of random numbers, the host's and the device's. Here every tensor
+lives on the host, so every draw (dropout, initialisation) comes from the default CPU generator;
+that one therefore plays the device's, and Megatron's RNG tracker, which forks and restores the
+device's state, keeps all that it promises. What Megatron takes for the *host's* state (it saves it,
+and warns if it changes within a fork) is kept apart in :data:`HOST`; everybody else's
+``torch.get_rng_state()`` is untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accel.device.cpu.audience import addressed
+
+__all__ = ["HOST"]
+
+HOST = torch.Generator()
+"""The generator that the audience sees as the host's."""
+
+
+class _DefaultGenerators:
+    """Stands in for the tuple ``torch.cuda.default_generators``: one generator, under every index."""
+
+    def __getitem__(self, index: int) -> torch.Generator:
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return 1
+
+
+DEFAULT_GENERATORS = _DefaultGenerators()
+
+_PHILOX_STATE_BYTES = 16  # seed and offset, 8 bytes each: torch's CUDAGeneratorImpl::get_state
+_log = logging.getLogger("accel")
+
+
+def get_rng_state(device: Any = "cuda") -> torch.Tensor:
+    return torch.default_generator.get_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+    """Set the device's state. A state that a CUDA run wrote has another form: it seeds this
+    generator."""
+    if new_state.numel() == _PHILOX_STATE_BYTES:
+        digest = hashlib.sha256(new_state.numpy().tobytes()).digest()
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        _log.warning(
+            "this RNG state was written by a CUDA run (Philox); the CPU generator is seeded from it, "
+            "so random draws continue reproducibly but differ from the CUDA run's"
+        )
+        return
+    torch.default_generator.set_state(new_state)
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    return [get_rng_state()]
+
+
+def set_rng_state_all(new_states: Any) -> None:
+    for state in new_states:
+        set_rng_state(state)
+
+
+def manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
+def manual_seed_all(seed: int) -> None:
+    torch.default_generator.manual_seed(int(seed))
+
+
+def initial_seed() -> int:
+    return torch.default_generator.initial_seed()
+
+
+def host_get_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get() -> torch.Tensor:
+        return HOST.get_state() if addressed() else original()
+
+    return get
+
+
+def host_set_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def set_(new_state: torch.Tensor) -> None:
+        if addressed():
+            HOST.set_state(new_state)
+        else:
+            original(new_state)
+
+    return set_
+
+
+def host_manual_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.manual_seed`` seeds host and device, as on CUDA."""
+
+    @functools.wraps(original)
+    def seed_both(seed: Any) -> torch.Generator:
+        HOST.manual_seed(int(seed))
+        return original(seed)
+
+    return seed_both

@@ -1,0 +1,133 @@
+"""The small rest of ``torch.cuda``: presence, identity, profiling hooks, compilation."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import platform
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+
+from accel.device.cpu.audience import AUDIENCE, addressed
+
+_log = logging.getLogger("accel")
+
+CAPABILITY = (8, 0)
+"""Compute capability told to Megatron: bf16 yes, FP8 (8.9) no; nothing that needs Hopper is chosen."""
+
+
+def is_available(original: Callable[[], bool]) -> Callable[[], bool]:
+    @functools.wraps(original)
+    def available_to_audience() -> bool:
+        return addressed() or original()
+
+    return available_to_audience
+
+
+def is_initialized(original: Callable[[], bool]) -> Callable[[], bool]:
+    @functools.wraps(original)
+    def initialized_for_audience() -> bool:
+        return addressed() or original()
+
+    return initialized_for_audience
+
+
+def device_count(original: Callable[[], int]) -> Callable[[], int]:
+    """One "device" for each rank on this host."""
+
+    @functools.wraps(original)
+    def ranks_on_this_host() -> int:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if addressed() else original()
+
+    return ranks_on_this_host
+
+
+def lazy_init() -> None:
+    """There is no CUDA context to create."""
+
+
+def lazy_call(callable_: Callable[[], None], **kwargs: Any) -> None:
+    """Run at once: nothing is deferred to a CUDA initialisation that never comes."""
+    callable_()
+
+
+def get_device_name(device: Any = None) -> str:
+    return f"host CPU ({platform.processor() or platform.machine()})"
+
+
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    return CAPABILITY
+
+
+def get_device_properties(device: Any = None) -> SimpleNamespace:
+    major, minor = CAPABILITY
+    return SimpleNamespace(
+        name=get_device_name(),
+        major=major,
+        minor=minor,
+        total_memory=psutil.virtual_memory().total,
+        multi_processor_count=os.cpu_count() or 1,
+        warp_size=1,
+        is_integrated=1,
+    )
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    return True
+
+
+def is_current_stream_capturing() -> bool:
+    return False
+
+
+def cudart() -> SimpleNamespace:
+    """The profiler calls of the CUDA run-time library, as no-ops."""
+    return SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0)
+
+
+def silent(original: Callable[..., Any]) -> Callable[..., None]:
+    """A call with nothing to do on the host: synchronize, empty_cache, nvtx marks, ..."""
+
+    @functools.wraps(original)
+    def nothing_to_do(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    return nothing_to_do
+
+
+def unmeasured(original: Callable[..., Any]) -> Callable[..., int]:
+    """Temperature, power and clock of a GPU that is not there: 0."""
+
+    @functools.wraps(original)
+    def zero(*args: Any, **kwargs: Any) -> int:
+        return 0
+
+    return zero
+
+
+def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``jit_fuser`` is ``torch.compile``: tens of seconds per shape on a CPU, so off by
+    default.
+
+    Only calls from the audience's packages are concerned; a script's own ``torch.compile`` works as
+    ever. ``ACCEL_CPU_COMPILE=1`` leaves the fusers on.
+    """
+
+    @functools.wraps(original)
+    def compile_unless_fuser(model: Any = None, **kwargs: Any) -> Any:
+        fuser = addressed() and not _called_from_script()
+        if not fuser or os.environ.get("ACCEL_CPU_COMPILE") == "1":
+            return original(model, **kwargs)
+        return model if model is not None else (lambda fn: fn)
+
+    return compile_unless_fuser
+
+
+def _called_from_script() -> bool:
+    import sys
+
+    return sys._getframe(2).f_globals.get("__name__") == "__main__" and "__main__" in AUDIENCE

@@ -1,0 +1,198 @@
+"""What a feature is: its switch, patches, limits and documentation, in one object.
+
+A feature knows nothing of how it is asked for (flags, ``accel.enable()``) nor of what the others
+do; :func:`choose` turns what was asked for into a list of :class:`Choice`, one for each feature,
+with the reason for everything that is not active. Imports nothing of accel but
+:mod:`accel.patching`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from packaging.specifiers import SpecifierSet
+
+from accel.patching import Patch
+
+__all__ = ["PRESETS", "Choice", "Context", "Feature", "choose"]
+
+PRESETS = ("off", "exact", "fast", "max")
+"""Each preset contains those before it. ``off`` holds only what makes stock Megatron run at all
+here."""
+
+Preset = Literal["off", "exact", "fast", "max"]
+State = Literal["active", "off", "idle", "skipped"]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a feature may look at to say whether it can run here."""
+
+    device: str
+    """``cpu``, ``cuda`` or ``npu``."""
+    megatron: str
+    """Version of megatron-core."""
+    args: Any = None
+    """Megatron's arguments, or ``None`` in programs without a command line."""
+
+
+def _never(context: Context) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """One row of the product's table of contents."""
+
+    name: str
+    """Snake case; the switch is ``--accel-<name>`` with dashes and ``--no-accel-<name>``."""
+    summary: str
+    """One line: the help text of the switch."""
+    preset: Preset
+    """The lowest preset that turns it on."""
+    numerics: Literal["bit-identical", "tolerance"]
+    """Against stock Megatron with the same arguments, where stock can run them at all."""
+    megatron: str
+    """PEP 440 range of megatron-core versions this feature is tested against."""
+    patches: tuple[Patch, ...] = ()
+    requires: tuple[str, ...] = ()
+    """Names of features that are turned on with this one."""
+    conflicts: Mapping[str, str] = field(default_factory=dict)
+    """Attribute of Megatron's args, or name of a feature -> why it cannot be combined with this
+    one."""
+    unavailable: Callable[[Context], str | None] = _never
+    """Why it cannot run here: shown as *skipped*, an error under ``--accel-strict``."""
+    idle: Callable[[Context], str | None] = _never
+    """Why there is nothing for it to do here; not a fault."""
+    prepare: Callable[[Any], Sequence[str]] | None = None
+    """Called with Megatron's args before its own validation; returns a line for each that it
+    changed."""
+    switch_on: Callable[[], Callable[[], None]] | None = None
+    """For what is no attribute of a module (a dispatcher kernel, say); returns the function that
+    undoes it."""
+    devices: tuple[str, ...] = ("cpu", "cuda", "npu")
+
+    @property
+    def flag(self) -> str:
+        return "--accel-" + self.name.replace("_", "-")
+
+    @property
+    def doc(self) -> str:
+        """The docstring of the module that declares the feature: its page in the docs."""
+        module = (
+            self.patches[0].replacement.partition(":")[0]
+            if self.patches
+            else f"accel.patches.{self.name}"
+        )
+        return inspect.getdoc(sys.modules[module]) or ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What became of one feature."""
+
+    feature: Feature
+    asked: str
+    """``flag``, ``preset``, ``required by <feature>``, ``no``."""
+    state: State
+    reason: str = ""
+
+
+def choose(
+    features: Sequence[Feature],
+    preset: str,
+    explicit: Mapping[str, bool | None],
+    context: Context,
+    *,
+    strict: bool = False,
+    allow_untested: bool = False,
+) -> list[Choice]:
+    """Decide for each feature whether it runs.
+
+    Args:
+        explicit: feature name -> True (asked for), False (forbidden), None or missing (the preset
+            decides).
+        strict: a feature that was asked for, by name or by preset, and cannot run is an error.
+        allow_untested: take Megatron versions outside a feature's range.
+
+    Raises:
+        ValueError: two features, or a feature and a Megatron option, that were both asked for by
+            name exclude each other; a name is unknown; or, with ``strict``, anything is skipped.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}: use {', '.join(PRESETS)}")
+    asked = _asked(features, preset, explicit)
+    choices = [_decide(f, asked, context, allow_untested) for f in features]
+    if strict and (skipped := [c for c in choices if c.state == "skipped"]):
+        lines = "; ".join(f"{c.feature.flag}: {c.reason}" for c in skipped)
+        raise ValueError(f"--accel-strict: {lines}")
+    return choices
+
+
+def _asked(
+    features: Sequence[Feature], preset: str, explicit: Mapping[str, bool | None]
+) -> dict[str, str]:
+    """Feature name -> how it was asked for; features that nobody wants are missing."""
+    asked: dict[str, str] = {}
+    for f in features:
+        wish = explicit.get(f.name)
+        if wish is True:
+            asked[f.name] = "flag"
+        elif wish is None and PRESETS.index(f.preset) <= PRESETS.index(preset):
+            asked[f.name] = "preset"
+    for f in features:
+        for needed in f.requires:
+            if f.name not in asked:
+                continue
+            if explicit.get(needed) is False:
+                raise ValueError(
+                    f"{f.flag} needs --accel-{needed.replace('_', '-')}, which was turned off"
+                )
+            asked.setdefault(needed, f"required by {f.name}")
+    return asked
+
+
+def _decide(
+    feature: Feature, asked: Mapping[str, str], context: Context, allow_untested: bool
+) -> Choice:
+    how = asked.get(feature.name)
+    if how is None:
+        return Choice(feature, "no", "off")
+    if clash := _clash(feature, asked, context):
+        if how == "flag":
+            raise ValueError(clash)
+        return Choice(feature, how, "skipped", clash)
+    if context.device not in feature.devices:
+        return Choice(feature, how, "idle", f"concerns {', '.join(feature.devices)} only")
+    if not allow_untested and context.megatron not in SpecifierSet(
+        feature.megatron, prereleases=True
+    ):
+        return Choice(
+            feature,
+            how,
+            "skipped",
+            f"supports megatron-core {feature.megatron}, found {context.megatron}",
+        )
+    if reason := feature.unavailable(context):
+        return Choice(feature, how, "skipped", reason)
+    if reason := feature.idle(context):
+        return Choice(feature, how, "idle", reason)
+    return Choice(feature, how, "active")
+
+
+def _clash(feature: Feature, asked: Mapping[str, str], context: Context) -> str | None:
+    for other, why in feature.conflicts.items():
+        if other in asked:
+            return f"{feature.flag} and --accel-{other.replace('_', '-')} exclude each other: {why}"
+        if getattr(context.args, other, None):
+            return f"{feature.flag} and --{other.replace('_', '-')} exclude each other: {why}"
+    return None
+
+
+def active(choices: Iterable[Choice]) -> list[Feature]:
+    """The features that run."""
+    return [c.feature for c in choices if c.state == "active"]

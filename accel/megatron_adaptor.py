@@ -1,0 +1,12 @@
+"""The one line: ``import accel.megatron_adaptor``, anywhere before training starts.
+
+At import the device runtime is installed and two functions of Megatron's are hooked: the one that
+builds its argument parser and the one that validates the arguments. Features are applied when the
+arguments are final. Programs without a command line call ``accel.enable(...)`` instead.
+"""
+
+from __future__ import annotations
+
+from accel.session import SESSION
+
+SESSION.attach()

@@ -1,0 +1,26 @@
+"""Every feature of accel, in the order of the table of contents. The only package that names
+Megatron."""
+
+from __future__ import annotations
+
+from accel.feature import Feature
+from accel.patches import (
+    dataset_helpers,
+    fused_norm,
+    gradient_accumulation_fusion,
+    host_bf16_gemm,
+    local_spec,
+    norm,
+)
+from accel.patches.versions import SUPPORTED_MEGATRON
+
+__all__ = ["FEATURES", "SUPPORTED_MEGATRON"]
+
+FEATURES: tuple[Feature, ...] = (
+    dataset_helpers.FEATURE,
+    local_spec.FEATURE,
+    gradient_accumulation_fusion.FEATURE,
+    norm.FEATURE,
+    fused_norm.FEATURE,
+    host_bf16_gemm.FEATURE,
+)

@@ -1,0 +1,155 @@
+"""Our flags in Megatron's own parser, and the moment when its arguments are final.
+
+``add_megatron_arguments(parser)`` and ``validate_args(args, defaults)`` are the two functions that
+have kept their place and signature through every supported version. What ends up on ``args`` is
+pickled into each checkpoint, so only plain types go there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from accel.feature import PRESETS
+from accel.patching import Patch
+
+__all__ = ["ALIASES", "HOOKS", "MODULE", "add_options"]
+
+MODULE = "megatron.training.arguments"
+
+ALIASES = {"--use-fused-rmsnorm": "--accel-fused-norm"}
+"""MindSpeed's spelling -> ours, for every MindSpeed feature that accel has."""
+
+HOOKS = (
+    Patch(
+        target=f"{MODULE}:add_megatron_arguments",
+        replacement="accel.patches.command_line:with_accel_options",
+        how="wrap",
+        expects=("parser",),
+        why="accel's flags belong to Megatron's own parser, so that --help and errors know them.",
+    ),
+    Patch(
+        target=f"{MODULE}:validate_args",
+        replacement="accel.patches.command_line:apply_when_final",
+        how="wrap",
+        expects=("args", "defaults"),
+        why="Features can be chosen and checked once Megatron's arguments are final.",
+    ),
+)
+
+
+def with_accel_options(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(add_megatron_arguments)
+    def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = add_megatron_arguments(parser)
+        add_options(parser)
+        return parser
+
+    return add
+
+
+def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(validate_args)
+    def validate(args: argparse.Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006 (upstream's)
+        from accel.patches import FEATURES
+        from accel.session import SESSION
+        from accel.start_up import print_table
+
+        notes = [note for f in FEATURES if f.prepare is not None for note in f.prepare(args)]
+        with _connections_allowed(
+            on_cpu=SESSION.device is not None and SESSION.device.name == "cpu"
+        ):
+            validated = validate_args(args, defaults)
+        SESSION.apply(
+            preset=getattr(args, "accel_preset", "fast"),
+            explicit={f.name: getattr(args, f"accel_{f.name}", None) for f in FEATURES},
+            strict=getattr(args, "accel_strict", False),
+            allow_untested=getattr(args, "accel_allow_untested_megatron", False),
+            args=args,
+        )
+        if args.rank == 0:
+            print_table(SESSION.status(), notes)
+        return validated
+
+    return validate
+
+
+@contextlib.contextmanager
+def _connections_allowed(on_cpu: bool) -> Iterator[None]:
+    """Megatron's validator wants ``CUDA_DEVICE_MAX_CONNECTIONS=1``, an order of CUDA work queues
+    that a CPU lacks.
+
+    On the CPU it is shown that value for the length of the check; the user's environment stays as
+    it was.
+    """
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if not on_cpu or name in os.environ:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add accel's argument group; afterwards the parser rejects misspelt ``--accel-*`` flags by
+    itself."""
+    from accel.patches import FEATURES
+
+    group = parser.add_argument_group("accel")
+    group.add_argument(
+        "--accel-preset",
+        choices=PRESETS,
+        default="fast",
+        help="off: device runtime only; exact: plus what is bit-identical to stock Megatron; "
+        "fast: plus fused ops within tested tolerance; "
+        "max: plus memory and overlap features that fit the layout",
+    )
+    group.add_argument(
+        "--accel-strict", action="store_true", help="a feature that would be skipped is an error"
+    )
+    group.add_argument(
+        "--accel-allow-untested-megatron",
+        action="store_true",
+        help="try Megatron versions outside the tested range; patch contracts are still checked",
+    )
+    spellings = {ours: theirs for theirs, ours in ALIASES.items()}
+    for f in FEATURES:
+        names = [f.flag] if f.flag not in spellings else [f.flag, spellings[f.flag]]
+        dest = f"accel_{f.name}"
+        group.add_argument(*names, dest=dest, action="store_true", default=None, help=f.summary)
+        group.add_argument(
+            f.flag.replace("--", "--no-", 1),
+            dest=dest,
+            action="store_false",
+            help=argparse.SUPPRESS,
+        )
+    _reject_misspelt(parser)
+
+
+def _reject_misspelt(parser: argparse.ArgumentParser) -> None:
+    """One line and exit status 2 for an unknown ``--accel-*`` flag, even where unknown flags are
+    ignored."""
+    parse_known_args = parser.parse_known_args
+
+    def checked(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        known = [s for action in parser._actions for s in action.option_strings if "accel-" in s]
+        for word in sys.argv[1:] if args is None else args:
+            flag = word.partition("=")[0]
+            if flag.startswith(("--accel-", "--no-accel-")) and flag not in known:
+                near = difflib.get_close_matches(flag, known, n=1)
+                if os.environ.get("RANK", "0") == "0":
+                    hint = f"did you mean {near[0]}?" if near else "see python -m accel features"
+                    print(f"accel: unknown flag {flag}; {hint}", file=sys.stderr)
+                raise SystemExit(2)
+        return parse_known_args(args, namespace)
+
+    parser.parse_known_args = checked  # type: ignore[assignment, method-assign]

@@ -1,0 +1,68 @@
+"""``--gradient-accumulation-fusion`` (Megatron's default) without Apex.
+
+Megatron adds each weight gradient straight into ``main_grad`` with two functions of Apex's
+extension ``fused_weight_gradient_mlp_cuda``, and refuses to build a linear layer when it is
+missing. Here the same two functions are one ``addmm_`` into the accumulation buffer. For bf16
+inputs and an fp32 buffer the product is formed in fp32, so no gradient is rounded to bf16 on its
+way, as with Apex.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from accel.feature import Context, Feature
+from accel.patches.versions import SUPPORTED_RANGE
+from accel.patching import Patch
+
+AVAILABLE = True
+_LAYERS = "megatron.core.tensor_parallel.layers"
+
+
+class WeightGradient:
+    """Stands in for the module ``fused_weight_gradient_mlp_cuda``."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(
+        input_TH: torch.Tensor, grad_output_TO: torch.Tensor, main_grad_OH: torch.Tensor
+    ) -> None:
+        """``main_grad += grad_output^T @ input``, accumulated in the dtype of ``main_grad`` (fp32)."""
+        dtype = main_grad_OH.dtype
+        main_grad_OH.addmm_(grad_output_TO.t().to(dtype), input_TH.to(dtype))
+
+    @staticmethod
+    def wgrad_gemm_accum_fp16(
+        input_TH: torch.Tensor, grad_output_TO: torch.Tensor, main_grad_OH: torch.Tensor
+    ) -> None:
+        """As above for a 16-bit ``main_grad``; the product is rounded once, after the sum."""
+        main_grad_OH.addmm_(grad_output_TO.t(), input_TH)
+
+
+def _apex_serves(context: Context) -> str | None:
+    found = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return "Apex's fused_weight_gradient_mlp_cuda is installed" if found else None
+
+
+FEATURE = Feature(
+    name="gradient_accumulation_fusion",
+    summary="serve Megatron's --gradient-accumulation-fusion where Apex is not installed",
+    preset="off",
+    numerics="tolerance",
+    megatron=SUPPORTED_RANGE,
+    idle=_apex_serves,
+    patches=(
+        Patch(
+            target=f"{_LAYERS}:fused_weight_gradient_mlp_cuda",
+            replacement="accel.patches.gradient_accumulation_fusion:WeightGradient",
+            how="provide",
+            why="The guarded import of Apex's extension failed and left the name unbound.",
+        ),
+        Patch(
+            target=f"{_LAYERS}:_grad_accum_fusion_available",
+            replacement="accel.patches.gradient_accumulation_fusion:AVAILABLE",
+            why="Linear layers refuse the fusion unless this flag says that the extension is there.",
+        ),
+    ),
+)

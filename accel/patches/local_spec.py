@@ -1,0 +1,50 @@
+"""Scripts that ask for Transformer Engine run where it is not installed.
+
+``--transformer-impl transformer_engine`` is Megatron's default; without the package stock Megatron
+fails while it builds the layer spec. The local spec is taken instead, and one line says so;
+likewise Megatron's default of fused rotary embeddings, whose kernel is Transformer Engine's.
+Nothing changes where that is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from accel.feature import Context, Feature
+from accel.patches.versions import SUPPORTED_RANGE
+
+
+def without_te(args: Any) -> list[str]:
+    """Change what only Transformer Engine could serve; one line for each change."""
+    if _te_installed():
+        return []
+    notes = []
+    if args.transformer_impl == "transformer_engine":
+        args.transformer_impl = "local"
+        notes.append(
+            "transformer_engine is not installed: --transformer-impl local is used instead"
+        )
+    if getattr(args, "apply_rope_fusion", False):
+        args.apply_rope_fusion = False
+        notes.append("transformer_engine is not installed: rotary embeddings run unfused")
+    return notes
+
+
+def _te_installed() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _te_serves(context: Context) -> str | None:
+    return "transformer_engine is installed" if _te_installed() else None
+
+
+FEATURE = Feature(
+    name="local_spec",
+    summary="take Megatron's local layer spec where Transformer Engine is asked for but not installed",
+    preset="off",
+    numerics="bit-identical",
+    megatron=SUPPORTED_RANGE,
+    idle=_te_serves,
+    prepare=without_te,
+)

@@ -1,0 +1,112 @@
+"""RMSNorm and LayerNorm of the local spec with every flag that stock Megatron reserves for Apex.
+
+Without Apex, Megatron builds its norms by ``WrappedTorchNorm``, which refuses
+``--sequence-parallel``, persistent norms, ``--apply-layernorm-1p`` (zero-centred weights) and
+memory-efficient norms. The modules here are torch's own ``LayerNorm`` and ``RMSNorm`` with the
+missing parts: parameters are marked ``sequence_parallel`` so that Megatron all-reduces their
+gradients over the tensor-parallel group, and zero-centred weights start at 0 and scale by ``1 +
+weight``. Where stock Megatron runs at all the numbers are bit-identical. State-dict keys are
+torch's: ``weight``, and ``bias`` for LayerNorm.
+
+``WrappedTorchNorm.__new__`` is the one seam: every spec, the final norm and the q/k norms go
+through it. Persistent and memory-efficient norms are names of Apex kernels, not other mathematics;
+they are accepted as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accel.feature import Feature
+from accel.ops import layer_norm_ref, rms_norm_ref
+from accel.patches.versions import SUPPORTED_MEGATRON, SUPPORTED_RANGE
+from accel.patching import Patch
+
+FEATURE = Feature(
+    name="norm",
+    summary="sequence-parallel, zero-centred and persistent norms in the local spec without Apex",
+    preset="exact",
+    numerics="bit-identical",
+    megatron=SUPPORTED_RANGE,
+    patches=(
+        Patch(
+            target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+            replacement="accel.patches.norm:new_norm",
+            expects=(
+                "cls",
+                "config",
+                "hidden_size",
+                "eps",
+                "persist_layer_norm",
+                "zero_centered_gamma",
+                "normalization",
+            ),
+            sources=dict.fromkeys(SUPPORTED_MEGATRON, "b54d62a62531"),
+            why="Upstream's wrapper of torch's norms refuses sequence parallelism and zero-centred weights.",
+        ),
+    ),
+)
+
+rms_norm = rms_norm_ref
+layer_norm = layer_norm_ref
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """``torch.nn.RMSNorm`` that may be zero-centred; ``x`` is ``[..., hidden_size]`` in any float
+    dtype."""
+
+    eps: float  # torch's may be None
+
+    def __init__(self, hidden_size: int, eps: float, zero_centered: bool) -> None:
+        self.zero_centered = zero_centered
+        super().__init__(hidden_size, eps=eps)
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """``torch.nn.LayerNorm`` that may be zero-centred; ``x`` is ``[..., hidden_size]`` in any float
+    dtype."""
+
+    def __init__(self, hidden_size: int, eps: float, zero_centered: bool) -> None:
+        self.zero_centered = zero_centered
+        super().__init__(hidden_size, eps=eps)
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
+
+
+def new_norm(
+    cls: type,
+    config: Any,
+    hidden_size: int,
+    eps: float = 1e-5,
+    persist_layer_norm: bool = False,
+    zero_centered_gamma: bool = False,
+    normalization: str = "LayerNorm",
+) -> torch.nn.Module:
+    """``WrappedTorchNorm(config, hidden_size, eps)``; as upstream, only ``config`` decides the kind
+    of norm."""
+    if config.normalization == "L2Norm":
+        from megatron.core.transformer.torch_norm import L2Norm
+
+        return L2Norm(hidden_size, eps=eps)
+    kinds = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+    if config.normalization not in kinds:
+        raise ValueError(
+            f"normalization={config.normalization!r}: use LayerNorm, RMSNorm or L2Norm"
+        )
+    module = kinds[config.normalization](hidden_size, eps, config.layernorm_zero_centered_gamma)
+    for parameter in module.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return module

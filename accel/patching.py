@@ -1,0 +1,331 @@
+"""Apply, verify and undo replacements of upstream attributes.
+
+A patch is data (:class:`Patch`). :func:`apply` works in two phases: :func:`plan` resolves and
+checks every patch, imports every replacement and builds every wrapper; only when all of that has
+succeeded is anything changed. Each changed binding is recorded in an :class:`Applied`, so undo is
+exact and needs no code from the author of a patch.
+
+``from m import f [as g]`` copies a reference. Every module-level copy of a patched function or
+class in the modules of ``scope`` is therefore rebound too, found by identity through
+``vars(module)``; modules that are imported while the patch is active and copy the *replacement* are
+put right by the undo. References in default arguments, ``functools.partial`` objects and instances
+are out of reach: patch functions and methods, not classes that specs hold by value.
+
+Standard library only; knows neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import inspect
+import sys
+import textwrap
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["Applied", "Binding", "Patch", "PatchError", "apply", "plan", "resolve", "source_hash"]
+
+_ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
+
+
+class PatchError(RuntimeError):
+    """A patch cannot be applied or undone; nothing was changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One replaced upstream attribute."""
+
+    target: str
+    """``package.module:name`` or ``package.module:Class.name``."""
+    replacement: str
+    """Same grammar; imported when the patch is planned."""
+    why: str
+    """One sentence: what upstream lacks, and what the replacement changes."""
+    how: Literal["replace", "wrap", "provide"] = "replace"
+    """``wrap``: the replacement is called with the original and returns the new object.
+    ``provide``: the target is a name that a guarded import of upstream left unbound."""
+    expects: tuple[str, ...] = ()
+    """Parameter names of the upstream callable that the replacement was written against."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Upstream version -> :func:`source_hash` of the body that was read before it was replaced. A
+    wrap depends on the signature alone; a replacement also on the body whose work it takes over."""
+    optional: bool = False
+    """The target may be missing in some supported versions (the feature's reason says which)."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """One changed name: ``owner.name`` was ``before`` and is ``after``."""
+
+    owner: Any
+    name: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.owner.__name__}.{self.name}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A checked target and the object it will be bound to."""
+
+    patches: tuple[Patch, ...]
+    owner: Any
+    name: str
+    raw: Any
+    new: Any
+
+    @property
+    def target(self) -> str:
+        return self.patches[0].target
+
+
+@dataclass
+class Applied:
+    """The changed bindings of one :func:`apply` call, in order."""
+
+    changes: list[Change] = field(default_factory=list)
+    bindings: list[Binding] = field(default_factory=list)
+    scope: tuple[str, ...] = ()
+
+    def undo(self) -> None:
+        """Restore every binding. Raises :class:`PatchError`, changing nothing, if somebody rebound
+        one since."""
+        for b in self.bindings:
+            if vars(b.owner).get(b.name, _ABSENT) is not b.after:
+                raise PatchError(f"{b} was changed after accel patched it; undo that change first")
+        for b in reversed(self.bindings):
+            _set(b.owner, b.name, b.before)
+        # Modules imported while the patch was active have copied the replacement.
+        swaps = {
+            id(c.new): (c.new, c.raw)
+            for c in self.changes
+            if isinstance(c.owner, types.ModuleType) and _has_aliases(c.new)
+        }
+        for module, name, (_, before) in _aliases(swaps, self.scope):
+            _set(module, name, before)
+        self.changes.clear()
+        self.bindings.clear()
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.undo()
+
+
+def resolve(path: str) -> tuple[Any, str, Any]:
+    """Return ``(owner, name, raw)``; ``raw`` is the descriptor, not the bound object.
+
+    Raises :class:`PatchError` that lists near names when there is no such attribute. The last name
+    is looked up in ``vars()``, so no module ``__getattr__`` runs.
+    """
+    owner, name = _owner(path)
+    raw = _lookup(owner, name)
+    if raw is _ABSENT:
+        raise PatchError(f"{path}: {_describe(owner)} has no {name!r}{_near(name, dir(owner))}")
+    return owner, name, raw
+
+
+def source_hash(raw: Any) -> str:
+    """First 12 hex digits of the SHA-256 of the dedented source text of a function or class."""
+    text = textwrap.dedent(inspect.getsource(inspect.unwrap(_function(raw))))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def parameters(raw: Any) -> tuple[str, ...]:
+    """Parameter names of a function, method, descriptor or class."""
+    return tuple(inspect.signature(_function(raw)).parameters)
+
+
+def plan(patches: Iterable[Patch]) -> list[Change]:
+    """Resolve and check every patch; change nothing. Raises :class:`PatchError` listing *all*
+    problems."""
+    problems: list[str] = []
+    by_target: dict[str, list[Patch]] = {}
+    for patch in patches:
+        by_target.setdefault(patch.target, []).append(patch)
+    changes = []
+    for group in by_target.values():
+        try:
+            change = _plan_target(group, problems)
+        except (PatchError, ImportError, AttributeError) as e:
+            problems.append(f"{group[0].target}: {e}" if group[0].target not in str(e) else str(e))
+        else:
+            if change is not None:
+                changes.append(change)
+    seen: dict[int, str] = {}
+    for change in changes:
+        other = seen.setdefault(id(change.new), change.target)
+        if other != change.target and isinstance(change.owner, types.ModuleType):
+            problems.append(
+                f"{change.target} and {other} are given the same object; undo could not tell them apart"
+            )
+    if problems:
+        raise PatchError("cannot patch, nothing was changed:\n  " + "\n  ".join(problems))
+    return changes
+
+
+def apply(patches: Iterable[Patch], *, scope: Sequence[str] = ("megatron",)) -> Applied:
+    """Check all patches, then apply them.
+
+    Args:
+        patches: in any order; for one target, the replacement goes below the wraps, and wraps nest
+            in the order given (first is innermost).
+        scope: top-level packages in whose modules copies of a patched function are rebound.
+
+    Raises:
+        PatchError: on any problem; then nothing has been changed.
+    """
+    changes = plan(patches)
+    applied = Applied(changes=changes, scope=tuple(scope))
+    try:
+        for c in changes:
+            _bind(applied, c.owner, c.name, c.new)
+        swaps = {
+            id(c.raw): (c.raw, c.new)
+            for c in changes
+            if isinstance(c.owner, types.ModuleType) and _has_aliases(c.raw)
+        }
+        for module, name, (_, new) in list(_aliases(swaps, applied.scope)):
+            _bind(applied, module, name, new)
+    except BaseException:
+        applied.undo()
+        raise
+    return applied
+
+
+def _plan_target(group: list[Patch], problems: list[str]) -> Change | None:
+    first = group[0]
+    if any(p.how == "provide" for p in group):
+        return _plan_provided(group, problems)
+    try:
+        owner, name, raw = resolve(first.target)
+    except (PatchError, ImportError):
+        if all(p.optional for p in group):
+            return None
+        raise
+    for patch in group:
+        problems.extend(_contract_problems(patch, raw))
+    replacing = [p for p in group if p.how == "replace"]
+    if len(replacing) > 1:
+        problems.append(
+            f"{first.target}: replaced by both {replacing[0].replacement} and {replacing[1].replacement}"
+        )
+    new = _replacement(replacing[0]) if replacing else _function(raw)
+    for patch in group:
+        if patch.how == "wrap":
+            new = _replacement(patch)(new)
+    if isinstance(raw, (staticmethod, classmethod)):
+        new = type(raw)(new)
+    return Change(tuple(group), owner, name, raw, new)
+
+
+def _plan_provided(group: list[Patch], problems: list[str]) -> Change:
+    patch, *more = group
+    if more:
+        problems.append(
+            f"{patch.target}: provided by {patch.replacement}, patched again by {more[0].replacement}"
+        )
+    owner, name = _owner(patch.target)
+    if _lookup(owner, name) is not _ABSENT:
+        problems.append(
+            f"{patch.target}: upstream binds it already; a provided name must be unbound"
+        )
+    elif name not in inspect.getsource(owner):
+        problems.append(f"{patch.target}: {_describe(owner)} never mentions {name!r}")
+    return Change((patch,), owner, name, _ABSENT, _replacement(patch))
+
+
+def _contract_problems(patch: Patch, raw: Any) -> list[str]:
+    problems = []
+    if patch.expects and (found := parameters(raw)) != patch.expects:
+        problems.append(
+            f"{patch.target}: upstream takes {found}, {patch.replacement} expects {patch.expects}"
+        )
+    if patch.sources and (found_hash := source_hash(raw)) not in patch.sources.values():
+        problems.append(
+            f"{patch.target}: upstream's body (hash {found_hash}) is none of those that {patch.replacement} "
+            f"was written against ({', '.join(patch.sources)})"
+        )
+    return problems
+
+
+def _owner(path: str) -> tuple[Any, str]:
+    module, separator, qualname = path.partition(":")
+    if not (module and separator and qualname):
+        raise PatchError(f"{path!r} is not of the form 'package.module:name'")
+    owner: Any = importlib.import_module(module)
+    *parents, name = qualname.split(".")
+    for parent in parents:
+        found = _lookup(owner, parent)
+        if found is _ABSENT:
+            raise PatchError(
+                f"{path}: {_describe(owner)} has no {parent!r}{_near(parent, dir(owner))}"
+            )
+        owner = found
+    return owner, name
+
+
+def _lookup(owner: Any, name: str) -> Any:
+    for holder in inspect.getmro(owner) if inspect.isclass(owner) else (owner,):
+        if name in vars(holder):
+            return vars(holder)[name]
+    return _ABSENT
+
+
+def _replacement(patch: Patch) -> Any:
+    return _function(resolve(patch.replacement)[2])
+
+
+def _function(raw: Any) -> Any:
+    return raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+
+
+def _describe(owner: Any) -> str:
+    return f"{'class' if inspect.isclass(owner) else 'module'} {owner.__name__}"
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=3)
+    return f"; near names: {', '.join(near)}" if near else ""
+
+
+def _bind(applied: Applied, owner: Any, name: str, new: Any) -> None:
+    applied.bindings.append(Binding(owner, name, vars(owner).get(name, _ABSENT), new))
+    setattr(owner, name, new)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if value is _ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
+
+
+def _has_aliases(value: Any) -> bool:
+    """Constants such as False are shared by everybody; only what has an identity of its own is
+    swept."""
+    return callable(value) or isinstance(value, types.ModuleType)
+
+
+def _aliases(
+    swaps: Mapping[int, tuple[Any, Any]], scope: tuple[str, ...]
+) -> Iterable[tuple[types.ModuleType, str, tuple[Any, Any]]]:
+    """Every module-level name in ``scope`` that is bound to the first object of one of the
+    ``swaps``."""
+    if not swaps:
+        return
+    for module_name, module in list(sys.modules.items()):
+        if not isinstance(module, types.ModuleType) or module_name.partition(".")[0] not in scope:
+            continue
+        for name, value in list(vars(module).items()):  # vars(): never runs a module __getattr__
+            swap = swaps.get(id(value))
+            if swap is not None and swap[0] is value:
+                yield module, name, swap

@@ -1,0 +1,169 @@
+"""What accel has done to this process, and how to take it back.
+
+Three sets of changes, undone in reverse: the device runtime, the hooks on Megatron's command line,
+and the features. :data:`SESSION` is the one instance.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import logging
+import os
+import runpy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from wrapt import register_post_import_hook
+
+from accel import device, patching
+from accel.device import Device
+from accel.feature import Choice, Context, active, choose
+from accel.patches import FEATURES, SUPPORTED_MEGATRON, command_line
+from accel.patching import Applied
+
+__all__ = ["SESSION", "Session", "megatron_version"]
+
+AUDIENCE = ("megatron", "__main__")
+"""Who is told that a cuda device exists, and whose copies of patched functions are rebound."""
+
+_GENERAL = ("preset", "strict", "allow_untested_megatron", "device")
+_log = logging.getLogger("accel")
+
+
+class Session:
+    """The state of accel in this process."""
+
+    def __init__(self) -> None:
+        self.device: Device | None = None
+        self.preset = "fast"
+        self.choices: list[Choice] = []
+        self._device: Applied | None = None
+        self._hooks: Applied | None = None
+        self._features: Applied | None = None
+        self._switched: list[Callable[[], None]] = []
+
+    def attach(self, device_name: str | None = None) -> None:
+        """Install the device runtime and hook Megatron's command line, now or as soon as it is
+        imported."""
+        if self._device is None:
+            self.device = device.select(device_name)
+            self._device = self.device.install(AUDIENCE)
+        register_post_import_hook(self._hook, command_line.MODULE)
+
+    def enable(self, options: Mapping[str, Any]) -> None:
+        """``accel.enable(**options)``."""
+        self._check(options)
+        if options.get("device") not in (None, "auto", self.device and self.device.name):
+            self.disable()
+        self.attach(options.get("device"))
+        self.apply(
+            preset=options.get("preset", "fast"),
+            explicit={f.name: options.get(f.name) for f in FEATURES},
+            strict=bool(options.get("strict", False)),
+            allow_untested=bool(options.get("allow_untested_megatron", False)),
+        )
+
+    def apply(
+        self,
+        *,
+        preset: str,
+        explicit: Mapping[str, bool | None],
+        strict: bool = False,
+        allow_untested: bool = False,
+        args: Any = None,
+    ) -> None:
+        """Replace the set of active features. On any error accel leaves the process as it found it."""
+        try:
+            version = megatron_version()
+            if not allow_untested and version not in SUPPORTED_MEGATRON:
+                raise ValueError(
+                    f"accel supports megatron-core {', '.join(SUPPORTED_MEGATRON)}, found {version}; "
+                    "nothing was patched (--accel-allow-untested-megatron tries it all the same)"
+                )
+            assert self.device is not None, "attach() comes first"
+            context = Context(self.device.name, version, args)
+            choices = choose(
+                FEATURES, preset, explicit, context, strict=strict, allow_untested=allow_untested
+            )
+            self._undo_features()
+            wanted = [p for f in active(choices) for p in f.patches]
+            self._features = patching.apply(wanted, scope=AUDIENCE)
+            self._switched = [f.switch_on() for f in active(choices) if f.switch_on is not None]
+        except BaseException:
+            self.disable()
+            raise
+        self.preset, self.choices = preset, choices
+        for change in self._features.changes:
+            _log.info("%s -> %s", change.target, ", ".join(p.replacement for p in change.patches))
+
+    def disable(self) -> None:
+        """Undo everything; harmless when there is nothing to undo."""
+        self._undo_features()
+        for applied in (self._hooks, self._device):
+            if applied is not None:
+                applied.undo()
+        self.device = self._hooks = self._device = None
+        self.choices = []
+
+    def status(self) -> dict[str, Any]:
+        """Plain types only: ready for JSON."""
+        return {
+            "device": self.device.name if self.device else None,
+            "device_reason": self.device.reason if self.device else None,
+            "megatron": megatron_version(missing=None),
+            "preset": self.preset if self.choices else None,
+            "features": {
+                c.feature.name: {"asked": c.asked, "state": c.state, "reason": c.reason}
+                for c in self.choices
+            },
+            "patches": [
+                {"target": c.target, "replacement": [p.replacement for p in c.patches]}
+                for c in (self._features.changes if self._features else [])
+            ],
+        }
+
+    def _hook(self, module: Any) -> None:
+        if self._device is not None and self._hooks is None:
+            self._hooks = patching.apply(command_line.HOOKS, scope=AUDIENCE)
+
+    def _undo_features(self) -> None:
+        while self._switched:
+            self._switched.pop()()
+        if self._features is not None:
+            self._features.undo()
+            self._features = None
+
+    @staticmethod
+    def _check(options: Mapping[str, Any]) -> None:
+        known = (*_GENERAL, *(f.name for f in FEATURES))
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+                raise ValueError(f"accel.enable() has no option {name!r}; {hint}")
+
+
+def megatron_version(*, missing: Any = "raise") -> Any:
+    """Version of the megatron-core that ``import megatron.core`` would find, without importing it.
+
+    Read from the package itself rather than from the installed distributions, so that a source
+    checkout on ``PYTHONPATH`` counts. Raises :class:`ValueError` when there is none, or returns
+    ``missing`` if given.
+    """
+    try:
+        spec = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        if missing == "raise":
+            raise ValueError(
+                "megatron.core is not installed: pip install megatron-core=="
+                + SUPPORTED_MEGATRON[-1]
+            )
+        return missing
+    info = os.path.join(next(iter(spec.submodule_search_locations)), "package_info.py")
+    return runpy.run_path(info)["__version__"]
+
+
+SESSION = Session()

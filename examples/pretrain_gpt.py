@@ -1,0 +1,138 @@
+"""Pretrain a GPT: an ordinary Megatron-LM (0.19) script whose only unusual line is the first
+import.
+
+    torchrun --nproc-per-node 2 examples/pretrain_gpt.py --tensor-model-parallel-size 2
+    --sequence-parallel ...
+
+Takes every flag of Megatron-LM. Data: ``--mock-data``, or ``--data-path PREFIX`` with a tokenizer.
+"""
+
+import accel.megatron_adaptor  # noqa: F401  (the one line)
+
+# isort: split
+from functools import partial
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, pretrain, print_rank_0
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+def get_batch(data_iterator, vp_stage):
+    """The micro-batch of this rank: read on the first rank of the tensor-parallel group, broadcast
+    to the others."""
+    args = get_args()
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(BATCH_KEYS)
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    batch = {}
+    if tp_rank == 0:
+        batch = {
+            k: v.cuda(non_blocking=True) for k, v in next(data_iterator).items() if k in BATCH_KEYS
+        }
+        batch = {k: batch.get(k) for k in BATCH_KEYS}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    return get_batch_on_this_cp_rank(
+        batch,
+        is_hybrid_cp=False,
+        cp_group=mpu.get_context_parallel_group(),
+        hybrid_cp_group_func=mpu.get_hybrid_data_context_parallel_groups,
+        use_per_sequence_balancing=False,
+    )
+
+
+def loss_func(loss_mask, losses):
+    """Summed loss, number of tokens, and what is logged."""
+    loss_mask = loss_mask.view(-1).float()
+    loss = torch.sum(losses.view(-1).float() * loss_mask)
+    num_tokens = loss_mask.sum().clone().detach().to(torch.int)
+    return (
+        loss,
+        num_tokens,
+        {"lm loss": torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])},
+    )
+
+
+def forward_step(data_iterator, model):
+    """One micro-batch through the model; Megatron calls the returned function on the last pipeline
+    stage."""
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def is_dataset_built_on_rank(vp_stage=None):
+    return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+
+
+def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None):
+    """Train, validation and test datasets with the given numbers of samples."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    print_rank_0("> building train, validation, and test datasets for GPT ...")
+    is_built = partial(is_dataset_built_on_rank, vp_stage=vp_stage)
+    return BlendedMegatronDatasetBuilder(
+        dataset, train_val_test_num_samples, is_built, config
+    ).build()
+
+
+train_valid_test_datasets_provider.is_distributed = True
+
+
+if __name__ == "__main__":
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    pretrain(
+        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        train_valid_test_datasets_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+    )
