@@ -25,7 +25,7 @@ import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 __all__ = ["Applied", "Binding", "Patch", "PatchError", "apply", "plan", "resolve", "source_hash"]
 
@@ -34,6 +34,17 @@ _ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
 
 class PatchError(RuntimeError):
     """A patch cannot be applied or undone; nothing was changed."""
+
+    def __init__(self, message: str, problems: Sequence[Problem] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+
+class Problem(NamedTuple):
+    """One reason why a set of patches does not fit."""
+
+    target: str
+    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +60,13 @@ class Patch:
     how: Literal["replace", "wrap", "provide"] = "replace"
     """``wrap``: the replacement is called with the original and returns the new object.
     ``provide``: the target is a name that a guarded import of upstream left unbound."""
-    expects: tuple[str, ...] = ()
-    """Parameter names of the upstream callable that the replacement was written against."""
+    expects: tuple[str, ...] | None = None
+    """Parameter names of the upstream callable that the replacement was written against; ``None`` for
+    what is no function."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Upstream version -> :func:`source_hash` of the body that was read before it was replaced. A
-    wrap depends on the signature alone; a replacement also on the body whose work it takes over."""
+    wrap depends on the signature alone; a replacement also on the body whose work it takes over,
+    which must be one of these."""
     optional: bool = False
     """The target may be missing in some supported versions (the feature's reason says which)."""
 
@@ -145,30 +158,30 @@ def parameters(raw: Any) -> tuple[str, ...]:
 
 
 def plan(patches: Iterable[Patch]) -> list[Change]:
-    """Resolve and check every patch; change nothing. Raises :class:`PatchError` listing *all*
-    problems."""
-    problems: list[str] = []
+    """Resolve and check every patch; change nothing.
+
+    Raises:
+        PatchError: with *all* problems, in its text and as ``problems``.
+    """
     by_target: dict[str, list[Patch]] = {}
     for patch in patches:
         by_target.setdefault(patch.target, []).append(patch)
-    changes = []
-    for group in by_target.values():
+    problems: list[Problem] = []
+    changes: list[Change] = []
+    for target, group in by_target.items():
+        found: list[str] = []
         try:
-            change = _plan_target(group, problems)
-        except (PatchError, ImportError, AttributeError) as e:
-            problems.append(f"{group[0].target}: {e}" if group[0].target not in str(e) else str(e))
+            change = _plan_target(group, found)
+        except Exception as e:  # upstream's modules run code of their own when they are imported
+            text = str(e).removeprefix(f"{target}: ")
+            found.append(text if isinstance(e, PatchError) else f"{type(e).__name__}: {text}")
         else:
             if change is not None:
                 changes.append(change)
-    seen: dict[int, str] = {}
-    for change in changes:
-        other = seen.setdefault(id(change.new), change.target)
-        if other != change.target and isinstance(change.owner, types.ModuleType):
-            problems.append(
-                f"{change.target} and {other} are given the same object; undo could not tell them apart"
-            )
+        problems.extend(Problem(target, text) for text in found)
+    problems.extend(_indistinguishable(changes))
     if problems:
-        raise PatchError("cannot patch, nothing was changed:\n  " + "\n  ".join(problems))
+        raise PatchError(_listed(problems), problems)
     return changes
 
 
@@ -215,9 +228,7 @@ def _plan_target(group: list[Patch], problems: list[str]) -> Change | None:
         problems.extend(_contract_problems(patch, raw))
     replacing = [p for p in group if p.how == "replace"]
     if len(replacing) > 1:
-        problems.append(
-            f"{first.target}: replaced by both {replacing[0].replacement} and {replacing[1].replacement}"
-        )
+        problems.append(f"replaced by both {' and '.join(p.replacement for p in replacing)}")
     new = _replacement(replacing[0]) if replacing else _function(raw)
     for patch in group:
         if patch.how == "wrap":
@@ -230,31 +241,38 @@ def _plan_target(group: list[Patch], problems: list[str]) -> Change | None:
 def _plan_provided(group: list[Patch], problems: list[str]) -> Change:
     patch, *more = group
     if more:
-        problems.append(
-            f"{patch.target}: provided by {patch.replacement}, patched again by {more[0].replacement}"
-        )
+        problems.append(f"provided by {patch.replacement}, patched again by {more[0].replacement}")
     owner, name = _owner(patch.target)
     if _lookup(owner, name) is not _ABSENT:
-        problems.append(
-            f"{patch.target}: upstream binds it already; a provided name must be unbound"
-        )
+        problems.append("upstream binds it already; a provided name must be unbound")
     elif name not in inspect.getsource(owner):
-        problems.append(f"{patch.target}: {_describe(owner)} never mentions {name!r}")
+        problems.append(f"{_describe(owner)} never mentions {name!r}")
     return Change((patch,), owner, name, _ABSENT, _replacement(patch))
 
 
-def _contract_problems(patch: Patch, raw: Any) -> list[str]:
-    problems = []
-    if patch.expects and (found := parameters(raw)) != patch.expects:
-        problems.append(
-            f"{patch.target}: upstream takes {found}, {patch.replacement} expects {patch.expects}"
-        )
+def _contract_problems(patch: Patch, raw: Any) -> Iterable[str]:
+    if patch.expects is not None and (found := parameters(raw)) != patch.expects:
+        yield f"upstream takes {found}, {patch.replacement} expects {patch.expects}"
     if patch.sources and (found_hash := source_hash(raw)) not in patch.sources.values():
-        problems.append(
-            f"{patch.target}: upstream's body (hash {found_hash}) is none of those that {patch.replacement} "
-            f"was written against ({', '.join(patch.sources)})"
+        yield (
+            f"upstream's body (hash {found_hash}) is none of those that {patch.replacement} was "
+            f"written against ({', '.join(patch.sources)})"
         )
-    return problems
+
+
+def _indistinguishable(changes: Iterable[Change]) -> Iterable[Problem]:
+    """Undo finds late copies by identity, so no two functions may be given the same object."""
+    seen: dict[int, str] = {}
+    for change in changes:
+        other = seen.setdefault(id(change.new), change.target)
+        if other != change.target and isinstance(change.owner, types.ModuleType):
+            text = f"is given the same object as {other}; undo could not tell them apart"
+            yield Problem(change.target, text)
+
+
+def _listed(problems: Iterable[Problem]) -> str:
+    lines = (f"{p.target}: {p.text}" for p in problems)
+    return "cannot patch, nothing was changed:\n  " + "\n  ".join(lines)
 
 
 def _owner(path: str) -> tuple[Any, str]:

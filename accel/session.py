@@ -7,22 +7,20 @@ and the features. :data:`SESSION` is the one instance.
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import logging
-import os
-import runpy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from wrapt import register_post_import_hook
 
 from accel import device, patching
 from accel.device import Device
-from accel.feature import Choice, Context, active, choose
-from accel.patches import FEATURES, SUPPORTED_MEGATRON, command_line
-from accel.patching import Applied
+from accel.feature import Choice, Context, Feature, active, choose
+from accel.patches import FEATURES, command_line
+from accel.patching import Applied, PatchError
+from accel.upstream import SUPPORTED_MEGATRON, megatron_version
 
-__all__ = ["SESSION", "Session", "megatron_version"]
+__all__ = ["SESSION", "Session"]
 
 AUDIENCE = ("megatron", "__main__")
 """Who is told that a cuda device exists, and whose copies of patched functions are rebound."""
@@ -76,6 +74,9 @@ class Session:
         """Replace the set of active features. On any error accel leaves the process as it found it."""
         try:
             version = megatron_version()
+            if version is None:
+                newest = SUPPORTED_MEGATRON[-1]
+                raise ValueError(f"no megatron.core found: pip install megatron-core=={newest}")
             if not allow_untested and version not in SUPPORTED_MEGATRON:
                 raise ValueError(
                     f"accel supports megatron-core {', '.join(SUPPORTED_MEGATRON)}, found {version}; "
@@ -87,8 +88,7 @@ class Session:
                 FEATURES, preset, explicit, context, strict=strict, allow_untested=allow_untested
             )
             self._undo_features()
-            wanted = [p for f in active(choices) for p in f.patches]
-            self._features = patching.apply(wanted, scope=AUDIENCE)
+            self._features = _apply_patches(active(choices))
             self._switched = [f.switch_on() for f in active(choices) if f.switch_on is not None]
         except BaseException:
             self.disable()
@@ -111,7 +111,7 @@ class Session:
         return {
             "device": self.device.name if self.device else None,
             "device_reason": self.device.reason if self.device else None,
-            "megatron": megatron_version(missing=None),
+            "megatron": megatron_version(),
             "preset": self.preset if self.choices else None,
             "features": {
                 c.feature.name: {"asked": c.asked, "state": c.state, "reason": c.reason}
@@ -144,26 +144,14 @@ class Session:
                 raise ValueError(f"accel.enable() has no option {name!r}; {hint}")
 
 
-def megatron_version(*, missing: Any = "raise") -> Any:
-    """Version of the megatron-core that ``import megatron.core`` would find, without importing it.
-
-    Read from the package itself rather than from the installed distributions, so that a source
-    checkout on ``PYTHONPATH`` counts. Raises :class:`ValueError` when there is none, or returns
-    ``missing`` if given.
-    """
+def _apply_patches(features: Sequence[Feature]) -> Applied:
+    """Apply the patches of all features as one set; a problem is told with the feature it concerns."""
+    owner = {p.target: f.name for f in features for p in f.patches}
     try:
-        spec = importlib.util.find_spec("megatron.core")
-    except ModuleNotFoundError:
-        spec = None
-    if spec is None or not spec.submodule_search_locations:
-        if missing == "raise":
-            raise ValueError(
-                "megatron.core is not installed: pip install megatron-core=="
-                + SUPPORTED_MEGATRON[-1]
-            )
-        return missing
-    info = os.path.join(next(iter(spec.submodule_search_locations)), "package_info.py")
-    return runpy.run_path(info)["__version__"]
+        return patching.apply([p for f in features for p in f.patches], scope=AUDIENCE)
+    except PatchError as e:
+        lines = [f"{owner[p.target]}: {p.target}: {p.text}" for p in e.problems]
+        raise PatchError("nothing was patched:\n  " + "\n  ".join(lines), e.problems) from None
 
 
 SESSION = Session()

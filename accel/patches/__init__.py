@@ -10,16 +10,17 @@ from accel.patches import (
     gradient_accumulation_fusion,
     host_bf16_gemm,
     local_spec,
+    masked_softmax_fusion,
     norm,
 )
-from accel.patches.versions import SUPPORTED_MEGATRON
 
-__all__ = ["FEATURES", "SUPPORTED_MEGATRON"]
+__all__ = ["FEATURES"]
 
 FEATURES: tuple[Feature, ...] = (
     dataset_helpers.FEATURE,
     local_spec.FEATURE,
     gradient_accumulation_fusion.FEATURE,
+    masked_softmax_fusion.FEATURE,
     norm.FEATURE,
     fused_norm.FEATURE,
     host_bf16_gemm.FEATURE,

@@ -146,7 +146,7 @@ def _reject_misspelt(parser: argparse.ArgumentParser) -> None:
             flag = word.partition("=")[0]
             if flag.startswith(("--accel-", "--no-accel-")) and flag not in known:
                 near = difflib.get_close_matches(flag, known, n=1)
-                if os.environ.get("RANK", "0") == "0":
+                if os.environ.get("LOCAL_RANK", "0") == "0":
                     hint = f"did you mean {near[0]}?" if near else "see python -m accel features"
                     print(f"accel: unknown flag {flag}; {hint}", file=sys.stderr)
                 raise SystemExit(2)

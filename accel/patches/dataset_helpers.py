@@ -13,8 +13,8 @@ import importlib.util
 from collections.abc import Callable
 
 from accel.feature import Feature
-from accel.patches.versions import SUPPORTED_RANGE
 from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE
 
 FEATURE = Feature(
     name="dataset_helpers",
@@ -27,6 +27,7 @@ FEATURE = Feature(
             target="megatron.core.datasets.utils:compile_helpers",
             replacement="accel.patches.dataset_helpers:unless_built",
             how="wrap",
+            expects=(),
             why="A wheel brings helpers_cpp compiled but no Makefile, and the failing make ends the program.",
         ),
     ),

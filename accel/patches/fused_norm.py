@@ -11,16 +11,19 @@ from __future__ import annotations
 
 from accel.feature import Context, Feature
 from accel.ops import _native
-from accel.patches.versions import SUPPORTED_RANGE
 from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE
 
 _WHY = "One kernel that reads its input once, in place of torch's chain of element-wise passes."
 
 
 def _kernel_missing(context: Context) -> str | None:
-    if context.device == "cpu":
-        return _native.reason()
-    return f"no norm kernel for {context.device} yet"
+    if context.device != "cpu":
+        return f"no norm kernel for {context.device} yet"
+    missing = _native.reason()
+    if missing is None:
+        _native.isa()  # a wrong ACCEL_CPU_ISA is an error now, not in the first layer
+    return missing
 
 
 FEATURE = Feature(

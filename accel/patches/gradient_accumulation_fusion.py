@@ -14,8 +14,8 @@ import importlib.util
 import torch
 
 from accel.feature import Context, Feature
-from accel.patches.versions import SUPPORTED_RANGE
 from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE
 
 AVAILABLE = True
 _LAYERS = "megatron.core.tensor_parallel.layers"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from accel.feature import Context, Feature
 from accel.ops import host_gemm
-from accel.patches.versions import SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_RANGE
 
 
 def _native_bf16(context: Context) -> str | None:

@@ -12,7 +12,7 @@ import importlib.util
 from typing import Any
 
 from accel.feature import Context, Feature
-from accel.patches.versions import SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_RANGE
 
 
 def without_te(args: Any) -> list[str]:

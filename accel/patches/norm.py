@@ -21,8 +21,8 @@ import torch
 
 from accel.feature import Feature
 from accel.ops import layer_norm_ref, rms_norm_ref
-from accel.patches.versions import SUPPORTED_MEGATRON, SUPPORTED_RANGE
 from accel.patching import Patch
+from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
 
 FEATURE = Feature(
     name="norm",

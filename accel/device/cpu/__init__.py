@@ -61,11 +61,7 @@ _GENERATORS = (
     "get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all", "manual_seed",
     "manual_seed_all", "initial_seed",
 )  # fmt: skip
-_HOST_GENERATOR = {
-    "get_rng_state": "host_get_rng_state",
-    "set_rng_state": "host_set_rng_state",
-    "manual_seed": "host_manual_seed",
-}
+_HOST_GENERATOR = {"get_rng_state": "host_get_rng_state", "set_rng_state": "host_set_rng_state"}
 _MEMORY = (
     "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats",
     "reset_peak_memory_stats", "mem_get_info", "memory_snapshot", "memory_summary", "device_memory_used",

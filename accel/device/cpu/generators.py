@@ -4,8 +4,8 @@ On CUDA there are two streams of random numbers, the host's and the device's. He
 lives on the host, so every draw (dropout, initialisation) comes from the default CPU generator;
 that one therefore plays the device's, and Megatron's RNG tracker, which forks and restores the
 device's state, keeps all that it promises. What Megatron takes for the *host's* state (it saves it,
-and warns if it changes within a fork) is kept apart in :data:`HOST`; everybody else's
-``torch.get_rng_state()`` is untouched.
+and warns if it changes within a fork) is kept apart in :data:`HOST`, from which nobody
+draws; everybody else's ``torch.get_rng_state()`` is untouched.
 """
 
 from __future__ import annotations
@@ -98,14 +98,3 @@ def host_set_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
             original(new_state)
 
     return set_
-
-
-def host_manual_seed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.manual_seed`` seeds host and device, as on CUDA."""
-
-    @functools.wraps(original)
-    def seed_both(seed: Any) -> torch.Generator:
-        HOST.manual_seed(int(seed))
-        return original(seed)
-
-    return seed_both

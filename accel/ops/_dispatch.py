@@ -1,0 +1,51 @@
+"""Is there a kernel for this op on this device, and who hears about it when there is none.
+
+Both functions are constants to `torch.compile`: it calls them while it traces and keeps the
+answer. `_dynamo_marked_constant` is all that `torch.compiler.assume_constant_result` sets, but that
+takes a second, because it imports the compiler.
+"""
+
+import functools
+import logging
+
+import torch
+
+from accel.ops import _native
+
+__all__ = ["log_fallback", "missing_kernel"]
+
+# PyTorch's dispatch key for each device. "npu" is an out-of-tree backend on the key kept for those.
+DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "npu": "PrivateUse1", "meta": "Meta"}
+
+logger = logging.getLogger("accel")
+
+
+@functools.cache
+def _missing_kernel(op: str, device_type: str) -> str | None:
+    if device_type == "meta":
+        return None  # every op has a fake
+    if device_type == "cpu" and (reason := _native.reason()):
+        return reason
+    key = DISPATCH_KEYS.get(device_type)
+    if key and torch._C._dispatch_has_kernel_for_dispatch_key(op, key):
+        return None
+    return f"no kernel for device {device_type!r}"
+
+
+def missing_kernel(op: str, device_type: str) -> str | None:
+    """Why `op`, say "accel::rms_norm_fwd", cannot run on a device of this type; None if it can."""
+    return _missing_kernel(op, device_type)
+
+
+@functools.cache
+def _log_fallback_once(op: str, reason: str) -> None:
+    logger.warning("%s: using plain PyTorch: %s", op, reason)
+
+
+def log_fallback(op: str, reason: str) -> None:
+    """Say once per distinct reason that `op` takes the slow way."""
+    _log_fallback_once(op, reason)
+
+
+missing_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+log_fallback._dynamo_marked_constant = True  # type: ignore[attr-defined]

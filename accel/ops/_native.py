@@ -1,0 +1,54 @@
+"""The native kernels, `accel/_C`: loaded at the first need, or a reason why they cannot be.
+
+Loading registers kernels under ops that `accel.ops` has already defined; nothing else changes. One
+library serves every Python version and CPU of one PyTorch minor version (PyTorch promises no C++
+ABI across them).
+
+`ACCEL_CPU_ISA=baseline|avx2|avx512` chooses the instruction set; unset takes the widest that the
+CPU has.
+"""
+
+import functools
+from pathlib import Path
+
+import torch
+
+__all__ = ["isa", "reason"]
+
+LIBRARY_PATTERN = "_C*.so"
+PACKAGE = Path(__file__).parent.parent
+HOW_TO_BUILD = "build them with `pip install --no-build-isolation .` (needs g++ >= 11)"
+
+
+@functools.cache
+def reason() -> str | None:
+    """Why the native kernels are missing, or None once they are loaded (here, if need be)."""
+    libraries = sorted(PACKAGE.glob(LIBRARY_PATTERN))
+    if not libraries:
+        return f"no native kernels in {PACKAGE} ({LIBRARY_PATTERN}); {HOW_TO_BUILD}"
+    try:
+        torch.ops.load_library(libraries[0])
+    except OSError as error:
+        return f"{libraries[0].name} does not load: {error}; {HOW_TO_BUILD}"
+    built_for = torch.ops.accel._native_torch_version()
+    if _minor(built_for) != _minor(torch.__version__):
+        return (
+            f"{libraries[0].name} was built for torch {built_for}, "
+            f"this is torch {torch.__version__}; {HOW_TO_BUILD}"
+        )
+    return None
+
+
+def isa() -> str:
+    """The instruction set that the CPU kernels run with: "baseline", "avx2" or "avx512".
+
+    Raises `RuntimeError` where the kernels are missing, or where `ACCEL_CPU_ISA` asks for what the
+    CPU lacks; `ValueError` where it names no instruction set.
+    """
+    if missing := reason():
+        raise RuntimeError(missing)
+    return torch.ops.accel._native_isa()
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]

@@ -1,0 +1,42 @@
+"""The limits that RMSNorm and LayerNorm share: what makes sense, and what has a fast path."""
+
+import torch
+from torch import Tensor
+
+from accel.ops._dispatch import missing_kernel
+
+__all__ = ["check_norm_inputs", "unsupported_norm"]
+
+FLOAT_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+def check_norm_inputs(op: str, x: Tensor, **vectors_N: Tensor) -> None:
+    """Raise `ValueError` unless every [N] vector fits the last dimension of a floating x."""
+    if not x.is_floating_point():
+        raise ValueError(f"{op}: x must be a floating dtype, got {x.dtype}")
+    if x.ndim == 0:
+        raise ValueError(f"{op}: x must have shape [..., N], got a scalar")
+    num_cols = x.shape[-1]
+    first = next(iter(vectors_N))
+    dtype = vectors_N[first].dtype
+    for name, vector_N in vectors_N.items():
+        if vector_N.ndim != 1 or vector_N.shape[0] != num_cols:
+            raise ValueError(
+                f"{op}: {name} must have shape [{num_cols}], the last dimension of x "
+                f"{list(x.shape)}, got {list(vector_N.shape)}"
+            )
+        if vector_N.dtype != dtype:
+            raise ValueError(f"{op}: {name} must be {dtype} like {first}, got {vector_N.dtype}")
+        if vector_N.dtype != x.dtype and vector_N.dtype != torch.float32:
+            raise ValueError(
+                f"{op}: {name} must be {x.dtype} like x, or torch.float32, got {vector_N.dtype}"
+            )
+        if vector_N.device != x.device:
+            raise ValueError(f"{op}: {name} must be on {x.device} like x, got {vector_N.device}")
+
+
+def unsupported_norm(op: str, x: Tensor) -> str | None:
+    """Why the kernels cannot take inputs that `check_norm_inputs` let pass; None if they can."""
+    if x.dtype not in FLOAT_DTYPES:
+        return f"dtype {x.dtype} (the kernels take float32, bfloat16 and float16)"
+    return missing_kernel(op, x.device.type)

@@ -1,0 +1,40 @@
+"""Which Megatron: the versions that accel is tested against, and the one that would be imported.
+
+Needs neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+from pathlib import Path
+
+__all__ = ["SUPPORTED_MEGATRON", "SUPPORTED_RANGE", "megatron_folder", "megatron_version"]
+
+SUPPORTED_MEGATRON = ("0.17.1", "0.18.2", "0.19.2")
+"""Oldest first; every patch contract holds on each of them. Older ones have remote-code-execution
+holes in checkpoint loading."""
+
+SUPPORTED_RANGE = ">=0.17.1,<0.20"
+"""PEP 440 range that spans them, for features that hold on all."""
+
+
+def megatron_folder() -> Path | None:
+    """The folder of the megatron-core that ``import megatron.core`` would find; it is not imported."""
+    try:
+        spec = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:
+        return None
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def megatron_version() -> str | None:
+    """Its version, or ``None`` without a Megatron.
+
+    Read from the package itself rather than from the installed distributions, so that a source
+    checkout on ``PYTHONPATH`` counts.
+    """
+    folder = megatron_folder()
+    return str(runpy.run_path(str(folder / "package_info.py"))["__version__"]) if folder else None

@@ -1,0 +1,1 @@
+"""One file per op or feature; `python -m accel bench NAME` runs `benchmarks/NAME.py`."""

@@ -1,0 +1,211 @@
+// Vec: kLanes fp32 numbers in one register, loaded from and stored to float, bfloat16 or half.
+//
+// Arithmetic is the compiler's own (GCC vector extensions: a * b + c), so there is nothing to wrap.
+// Stores round to nearest even and keep NaN a NaN (with its sign). `Full` is a whole vector, `Tail`
+// the ragged end of a row: a tail load fills the missing lanes with 0, a tail store leaves memory
+// beyond alone.
+//
+// No include guard: for_each_isa.h includes this once per instruction set.
+
+#define ACCEL_INLINE __attribute__((always_inline)) inline
+
+namespace accel::ACCEL_ISA {
+
+using c10::BFloat16;
+using c10::Half;
+
+constexpr int kLanes = ACCEL_LANES;
+
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t VecU32 __attribute__((vector_size(4 * kLanes)));
+typedef int32_t VecI32 __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t VecU16 __attribute__((vector_size(2 * kLanes)));
+
+struct Full {};
+struct Tail {
+  int64_t lanes;  // 0 < lanes < kLanes
+};
+
+template <typename To, typename From>
+ACCEL_INLINE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <typename To>
+ACCEL_INLINE To load_bits(const void* p) {
+  To to;
+  std::memcpy(&to, p, sizeof(to));
+  return to;
+}
+
+// Between 16 and 32 bits. Spelled out because GCC 12's __builtin_convertvector takes 4 instructions
+// where the CPU has 1 or 2.
+ACCEL_INLINE VecU32 widen(VecU16 v) {
+#if ACCEL_LANES == 16
+  return (VecU32)_mm512_cvtepu16_epi32((__m256i)v);
+#elif ACCEL_LANES == 8
+  return (VecU32)_mm256_cvtepu16_epi32((__m128i)v);
+#else
+  return __builtin_convertvector(v, VecU32);
+#endif
+}
+
+ACCEL_INLINE VecU16 narrow(VecU32 v) {
+#if ACCEL_LANES == 16
+  return (VecU16)_mm512_cvtepi32_epi16((__m512i)v);
+#elif ACCEL_LANES == 8
+  const __m128i high = _mm256_extracti128_si256((__m256i)v, 1);
+  return (VecU16)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)v), high);
+#else
+  return __builtin_convertvector(v, VecU16);
+#endif
+}
+
+ACCEL_INLINE Vec load(const float* p, Full) { return load_bits<Vec>(p); }
+
+ACCEL_INLINE Vec load(const BFloat16* p, Full) {
+  return bit_cast<Vec>(widen(load_bits<VecU16>(p)) << 16);
+}
+
+ACCEL_INLINE Vec load(const Half* p, Full) {
+#if ACCEL_LANES == 16
+  return (Vec)_mm512_cvtph_ps(load_bits<__m256i>(p));
+#elif ACCEL_LANES == 8
+  return (Vec)_mm256_cvtph_ps(load_bits<__m128i>(p));
+#else
+  Vec v;
+  for (int i = 0; i < kLanes; ++i) v[i] = static_cast<float>(p[i]);
+  return v;
+#endif
+}
+
+// fp32 -> the bits that memory holds: round to nearest, ties to even.
+ACCEL_INLINE Vec to_bits(Vec v, const float*) { return v; }
+
+ACCEL_INLINE VecU16 to_bits(Vec v, const BFloat16*) {
+  const VecU32 bits = bit_cast<VecU32>(v);
+  const VecU32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  // Rounding could carry a NaN into infinity or zero: keep its sign and top bits, and quieten it.
+  const VecU32 quiet = bits | 0x400000u;
+  const VecI32 is_nan = v != v;
+  return narrow((is_nan ? quiet : rounded) >> 16);
+}
+
+ACCEL_INLINE VecU16 to_bits(Vec v, const Half*) {
+#if ACCEL_LANES == 16
+  return (VecU16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#elif ACCEL_LANES == 8
+  return (VecU16)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+#else
+  VecU16 bits;
+  for (int i = 0; i < kLanes; ++i) bits[i] = Half(v[i]).x;
+  return bits;
+#endif
+}
+
+template <typename T>
+ACCEL_INLINE void store(T* p, Vec v, Full) {
+  const auto bits = to_bits(v, p);
+  std::memcpy(static_cast<void*>(p), &bits, sizeof(bits));
+}
+
+template <typename T>
+ACCEL_INLINE Vec load(const T* p, Tail tail) {
+  T lanes[kLanes] = {};
+  std::memcpy(static_cast<void*>(lanes), p, tail.lanes * sizeof(T));
+  return load(lanes, Full{});
+}
+
+template <typename T>
+ACCEL_INLINE void store(T* p, Vec v, Tail tail) {
+  T lanes[kLanes];
+  store(lanes, v, Full{});
+  std::memcpy(static_cast<void*>(p), lanes, tail.lanes * sizeof(T));
+}
+
+// Past the caches, straight to memory. `p` must be aligned to the bytes of one vector of T.
+// Finish with stream_fence() before another thread may look.
+template <typename T>
+ACCEL_INLINE void stream(T* p, Vec v) {
+  const auto bits = to_bits(v, p);
+#if ACCEL_LANES > 4
+  if constexpr (sizeof(bits) == 64) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(p), bit_cast<__m512i>(bits));
+  } else if constexpr (sizeof(bits) == 32) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), bit_cast<__m256i>(bits));
+  } else {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(p), bit_cast<__m128i>(bits));
+  }
+#else
+  std::memcpy(static_cast<void*>(p), &bits, sizeof(bits));
+#endif
+}
+
+template <bool kStream, typename T, typename Span>
+ACCEL_INLINE void store(T* p, Vec v, Span span) {
+  if constexpr (kStream && std::is_same_v<Span, Full>) {
+    stream(p, v);
+  } else {
+    store(p, v, span);
+  }
+}
+
+ACCEL_INLINE void stream_fence() {
+#if ACCEL_LANES > 4
+  _mm_sfence();
+#endif
+}
+
+// Zeroes the lanes that a tail does not have.
+ACCEL_INLINE Vec keep(Vec v, Full) { return v; }
+
+ACCEL_INLINE Vec keep(Vec v, Tail tail) {
+  for (int i = 0; i < kLanes; ++i) v[i] = i < tail.lanes ? v[i] : 0.0f;
+  return v;
+}
+
+ACCEL_INLINE float sum(Vec v) {
+  float total = 0.0f;
+  for (int i = 0; i < kLanes; ++i) total += v[i];
+  return total;
+}
+
+// Adds up neighbours, then sums of neighbours: fewer roundings in a row than one after the other.
+template <int kCount>
+ACCEL_INLINE Vec tree_sum(const Vec (&terms)[kCount]) {
+  static_assert((kCount & (kCount - 1)) == 0);
+  Vec sums[kCount];
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) sums[i] = terms[i];
+#pragma GCC unroll 8
+  for (int step = 1; step < kCount; step *= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; i += 2 * step) sums[i] += sums[i + step];
+  }
+  return sums[0];
+}
+
+// Calls f(column, k, span) over [0, num_cols): k counts 0..kUnroll-1 so that f can keep kUnroll
+// independent accumulators, span is Full or the Tail.
+template <int kUnroll, typename F>
+ACCEL_INLINE void for_each_vec(int64_t num_cols, F f) {
+  int64_t col = 0;
+  for (; col + kUnroll * kLanes <= num_cols; col += kUnroll * kLanes) {
+#pragma GCC unroll 8
+    for (int k = 0; k < kUnroll; ++k) f(col + k * kLanes, k, Full{});
+  }
+  for (; col + kLanes <= num_cols; col += kLanes) f(col, 0, Full{});
+  if (col < num_cols) f(col, 0, Tail{num_cols - col});
+}
+
+ACCEL_INLINE void add_to(float* totals, const float* terms, int64_t count) {
+  for_each_vec<1>(count, [&](int64_t i, int, auto span) {
+    store(totals + i, load(totals + i, span) + load(terms + i, span), span);
+  });
+}
+
+}  // namespace accel::ACCEL_ISA
+

@@ -1,0 +1,231 @@
+"""Train the same model with stock Megatron-LM and with accel, and compare.
+
+    python examples/demo/run.py [--quick]
+
+Two ranks on the CPU, tensor parallelism 2 with sequence parallelism, bf16. The sides take turns in
+segments (stock, accel, accel, stock), each resuming from its own checkpoint. Everything ends up in
+``runs/demo/``: ``report.html``, ``report.json``, the logs and the checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import corpus
+from corpus import Corpus
+from measure import Comparison, Segment, compare, parse
+from report import print_report, to_html
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from training import ORDER, QUICK, RANKS, REPOSITORY, SIDES, LaunchError, Plan, Side, launch
+
+RUNS = REPOSITORY / "runs" / "demo"
+OURS = ("stock", "accel", "logs", "index", "generation", "report.html", "report.json")
+"""What a run replaces in ``RUNS``; whatever else lies there stays."""
+
+PROMPTS = ("def ", "import ", "class Test")
+
+CPU_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
+"""Those that decide how fast matrix products are."""
+
+
+def train(plan: Plan, data: Corpus, folder: Path, console: Console) -> dict[str, list[Segment]]:
+    """All segments in :data:`ORDER`; side -> its segments."""
+    segments: dict[str, list[Segment]] = {name: [] for name in SIDES}
+    for n, name in enumerate(ORDER, start=1):
+        log = folder / "logs" / f"{n}-{name}.log"
+        segments[name].append(_train_segment(plan, SIDES[name], data, folder, log, console))
+    return segments
+
+
+def _train_segment(
+    plan: Plan, side: Side, data: Corpus, folder: Path, log: Path, console: Console
+) -> Segment:
+    flags = plan.training_flags(data, folder / side.name, folder / "index")
+    columns = (
+        TextColumn("{task.description:<6}"),
+        BarColumn(),
+        TextColumn("{task.completed:>4.0f}/{task.total:.0f} iterations  {task.fields[loss]:<12}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(side.name, total=plan.iterations, loss="starting")
+
+        def show(line: str) -> None:
+            for interval in parse([line]).intervals:
+                progress.update(bar, completed=interval.iteration, loss=f"loss {interval.loss:.3f}")
+
+        script = REPOSITORY / "examples" / "pretrain_gpt.py"
+        seconds = launch(script, [*flags, *side.flags], log, ranks=RANKS, on_line=show)
+    segment = parse(log.read_text().splitlines())
+    if not console.is_terminal and segment.intervals:
+        last = segment.intervals[-1]
+        console.print(
+            f"{side.name}: iteration {last.iteration} of {plan.iterations}, loss {last.loss:.3f} "
+            f"({seconds:.0f} s)",
+            highlight=False,
+        )
+    return segment
+
+
+def generate(plan: Plan, data: Corpus, folder: Path) -> list[str]:
+    """Continue each of :data:`PROMPTS` with the model that the accel side has trained."""
+    work = folder / "generation"
+    work.mkdir()
+    (work / "prompts.json").write_text(json.dumps(PROMPTS))
+    flags = [
+        *plan.model_flags(data),
+        *("--load", str(folder / "accel")),
+        *("--no-load-optim", "--no-load-rng"),
+        *("--prompts", str(work / "prompts.json")),
+        *("--texts", str(work / "texts.json")),
+    ]
+    script = Path(__file__).with_name("generate.py")
+    launch(script, flags, folder / "logs" / "5-generate.log", ranks=1, threads=RANKS)
+    texts: list[str] = json.loads((work / "texts.json").read_text())
+    return texts
+
+
+def make_report(
+    plan: Plan,
+    data: Corpus,
+    segments: dict[str, list[Segment]],
+    result: Comparison,
+    samples: list[str],
+) -> dict[str, Any]:
+    """The content of ``report.json``: plain types only."""
+    last = {name: of_side[-1] for name, of_side in segments.items()}
+    return {
+        **result.to_json(),
+        "features": {name: segment.features for name, segment in last.items()},
+        "patches": last["accel"].patches,
+        "notes": last["accel"].notes,
+        "samples": samples,
+        "plan": asdict(plan),
+        "corpus": data.manifest,
+        "method": method(plan, data),
+        "machine": {"accel start-up": last["accel"].head, **machine()},
+    }
+
+
+def method(plan: Plan, data: Corpus) -> list[str]:
+    """What a reader must know to judge the figures."""
+    stock, accel = SIDES["stock"], SIDES["accel"]
+    return [
+        f"stock: {stock.what} ({' '.join(stock.flags)}).",
+        "stock has --accel-norm because without Apex or Transformer Engine Megatron refuses "
+        "--sequence-parallel; it runs torch's own RMSNorm, with stock numerics.",
+        "stock has --accel-host-bf16-gemm as well, because on CPUs without bf16 instructions ATen's "
+        "bf16 product is about a hundred times slower than its fp32 product, and the comparison "
+        "would be about nothing else. On CPUs that have them the feature is idle on both sides.",
+        f"accel: {accel.what}.",
+        f"Model: {plan.num_layers} layers, hidden size {plan.hidden_size}, SwiGLU of "
+        f"{plan.ffn_hidden_size}, {plan.num_heads} heads over {plan.num_kv_heads} key/value heads, "
+        f"sequences of {plan.seq_length}, {plan.tokens_per_iteration} tokens for each iteration.",
+        f"Parallel: {RANKS} ranks, tensor parallelism {RANKS}, --sequence-parallel, "
+        "--use-distributed-optimizer, bf16, one thread for each rank.",
+        f"Order: {', '.join(ORDER)}, {plan.segment} iterations each, resumed from checkpoints; the "
+        "same seed, hence the same initial weights and the same data in the same order.",
+        f"Loss: Megatron's log, mean over {plan.log_interval} iterations. The kernels round "
+        "differently, and training amplifies rounding, so the difference grows with time.",
+        "Tokens per second: from the median of Megatron's 'elapsed time per iteration', without "
+        "the first logged interval of each segment.",
+        "Peak memory: the largest 'max allocated' that Megatron logged for each rank, summed over "
+        "ranks.",
+        f"Data: {data}.",
+    ]
+
+
+def machine() -> dict[str, str]:
+    """Processor and versions."""
+    packages = ("torch", "megatron-core", "transformers", "tokenizers")
+    return {
+        "processor": _cpuinfo("model name") or platform.processor() or platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "CPU features found": ", ".join(cpu_features()) or "none of those looked for",
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def cpu_features() -> list[str]:
+    """Those of :data:`CPU_FEATURES` that the kernel reports."""
+    flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()
+    return [name for name in CPU_FEATURES if name in flags]
+
+
+def _cpuinfo(key: str) -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except FileNotFoundError:
+        return ""
+    return next(
+        (v.strip() for k, _, v in (s.partition(":") for s in lines) if k.strip() == key), ""
+    )
+
+
+def clear(folder: Path) -> None:
+    """Remove what an earlier run of the demo left, and nothing else."""
+    for name in OURS:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def demo(plan: Plan, folder: Path, console: Console) -> None:
+    """The whole demo.
+
+    Raises:
+        LaunchError: a training or the generation failed.
+        ValueError: the logs do not add up to a comparison.
+    """
+    start = time.monotonic()
+    data = corpus.build(corpus.Recipe.of_this_python())
+    console.print(f"{data}\n", highlight=False)
+    clear(folder)
+    segments = train(plan, data, folder, console)
+    result = compare(segments["stock"], segments["accel"], plan.tokens_per_iteration)
+    samples = generate(plan, data, folder)
+    report = make_report(plan, data, segments, result, samples)
+    (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    (folder / "report.html").write_text(to_html(report))
+    console.print()
+    print_report(report, console)
+    console.print("\nwhat the accel side's model writes:")
+    for text in samples:
+        console.rule(style="dim")
+        console.print(text, markup=False, highlight=False)
+    console.rule(style="dim")
+    where = os.path.relpath(folder / "report.html")
+    console.print(f"{where} and report.json beside it ({time.monotonic() - start:.0f} s in all)")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="tiny and short: does it all work?")
+    parser.add_argument("--folder", type=Path, default=RUNS, help="where to write (%(default)s)")
+    options = parser.parse_args()
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    try:
+        demo(QUICK if options.quick else Plan(), options.folder, console)
+    except (LaunchError, ValueError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

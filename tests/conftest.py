@@ -1,0 +1,25 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from accel.testing.distributed import under_torchrun
+
+
+@pytest.fixture(scope="session", autouse=True)
+def reference_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where the single-rank reference runs are kept, for this session and the ranks it starts."""
+    if under_torchrun() or "ACCEL_TEST_REFERENCE" in os.environ:
+        yield
+        return
+    # xdist gives each worker a folder below a common one: share the references between workers
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    os.environ["ACCEL_TEST_REFERENCE"] = str(root)
+    yield
+    del os.environ["ACCEL_TEST_REFERENCE"]

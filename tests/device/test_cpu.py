@@ -1,0 +1,270 @@
+"""The CPU device runtime, call by call: what Megatron's training path asks of ``torch.cuda``."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from accel import device
+from accel.device.cpu import memory
+from accel.patching import Applied
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the runtime for machines without CUDA"
+)
+
+
+@pytest.fixture(autouse=True)
+def runtime() -> Iterator[Applied]:
+    """Installed for this package, which therefore sees a cuda device."""
+    installed = device.select("cpu").install(("tests",))
+    yield installed
+    if installed.bindings:
+        installed.undo()
+
+
+def elsewhere(code: str) -> object:
+    """Evaluate an expression as a module outside the audience would."""
+    return eval(code, {"__name__": "somebody.else", "torch": torch})
+
+
+@pytest.mark.parametrize(
+    "place", ["cuda", "cuda:1", 0, torch.device("cuda"), torch.device("cuda", 3)]
+)
+def test_every_way_to_name_the_device_means_the_host(place: object) -> None:
+    x = torch.ones(2)
+    made = [
+        torch.empty(2, device=place),
+        torch.tensor([1.0, 2.0], device=place),
+        torch.arange(2, device=place, dtype=torch.float32),
+        torch.full((2,), 3.0, device=place, pin_memory=True),
+        torch.zeros_like(x, device=place),
+        x.new_zeros(2, device=place),
+        x.to(place),
+        x.to(place, torch.float32, non_blocking=True),
+        x.to(device=place, dtype=torch.float32),
+        torch.nn.Linear(2, 2, device=place).weight,
+    ]
+    assert {t.device.type for t in made} == {"cpu"}
+
+
+def test_cuda_method_and_module_cuda_stay_here() -> None:
+    x = torch.ones(2)
+    assert x.cuda() is x
+    assert x.cuda(1, non_blocking=True) is x
+    assert torch.nn.Linear(2, 2).cuda().weight.device.type == "cpu"
+
+
+def test_other_devices_keep_their_meaning() -> None:
+    assert torch.empty(2, device="meta").device.type == "meta"
+    with torch.device("meta"):
+        assert torch.empty(2).device.type == "meta"
+    with torch.device("cuda"):
+        assert torch.empty(2).device.type == "cpu"
+
+
+def test_audience_hears_cuda_everybody_else_the_truth() -> None:
+    x = torch.ones(2, dtype=torch.bfloat16)
+    assert torch.cuda.is_available()
+    assert torch.cuda.is_initialized()
+    assert x.is_cuda
+    assert x.type() == "torch.cuda.BFloat16Tensor"
+    assert not elsewhere("torch.cuda.is_available()")
+    assert not elsewhere("torch.ones(1).is_cuda")
+    assert elsewhere("torch.ones(1).type()") == "torch.FloatTensor"
+
+
+def test_type_strings_convert_both_ways() -> None:
+    assert torch.ones(2).type("torch.cuda.HalfTensor").dtype == torch.float16
+
+
+def test_cpu_copy_is_a_copy() -> None:
+    """An asynchronous checkpoint writer must not see the next step's weights."""
+    x = torch.ones(2)
+    copies = x.cpu(), x.to("cpu"), x.to(device="cpu"), x.to(torch.device("cpu"))
+    x.zero_()
+    assert all(c.sum() == 2 for c in copies)
+
+
+def test_device_index() -> None:
+    torch.cuda.set_device(1)
+    assert torch.cuda.current_device() == 1
+    with torch.cuda.device(0):
+        assert torch.cuda.current_device() == 0
+    assert torch.cuda.current_device() == 1
+    torch.cuda.set_device("cuda:0")
+    assert torch.cuda.current_device() == 0
+
+
+def test_streams_and_events() -> None:
+    side = torch.cuda.Stream()
+    outer = torch.cuda.current_stream()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    with torch.cuda.stream(side):
+        assert torch.cuda.current_stream() is side
+        side.wait_stream(outer)
+        torch.ones(200, 200) @ torch.ones(200, 200)
+        end.record(side)
+    outer.wait_event(end)
+    torch.cuda.synchronize()
+    assert torch.cuda.current_stream() is outer
+    assert 0 < start.elapsed_time(end) < 10_000
+    assert end.query()
+    torch.ones(1).record_stream(side)
+    with pytest.raises(RuntimeError, match="recorded"):
+        torch.cuda.Event().elapsed_time(end)
+
+
+def test_device_random_stream_is_saved_and_restored() -> None:
+    torch.cuda.manual_seed(7)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(5)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(5), first)
+    assert torch.cuda.default_generators[0].get_state().numel() == state.numel()
+
+
+def test_host_stream_is_apart_for_the_audience_only() -> None:
+    torch.manual_seed(3)
+    host = torch.get_rng_state()
+    torch.rand(5)
+    assert torch.equal(torch.get_rng_state(), host), "device draws leave the host's stream alone"
+    before = elsewhere("torch.get_rng_state()")
+    torch.rand(5)
+    assert not torch.equal(elsewhere("torch.get_rng_state()"), before)  # type: ignore[arg-type]
+
+
+def test_philox_state_of_a_cuda_run_seeds_this_generator(caplog: pytest.LogCaptureFixture) -> None:
+    philox = torch.arange(16, dtype=torch.uint8)
+    torch.cuda.set_rng_state(philox)
+    first = torch.rand(3)
+    torch.cuda.set_rng_state(philox)
+    assert torch.equal(torch.rand(3), first)
+    assert "CUDA run" in caplog.text
+
+
+@pytest.mark.skipif(memory.source() != "allocator", reason="needs the native library")
+def test_memory_figures_are_the_allocators() -> None:
+    num_bytes = 64 * 2**20
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    x = torch.empty(num_bytes, dtype=torch.uint8)
+    held = torch.cuda.memory_allocated() - before
+    del x
+    assert num_bytes <= held < 1.01 * num_bytes
+    assert torch.cuda.memory_allocated() - before < num_bytes
+    assert torch.cuda.max_memory_allocated() - before >= num_bytes
+    stats = torch.cuda.memory_stats()
+    assert stats["allocated_bytes.all.peak"] == torch.cuda.max_memory_allocated()
+    assert stats["num_alloc_retries"] == 0
+
+
+def test_memory_has_figures_without_the_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory._native, "reason", lambda: "not built")
+    assert memory.source() == "resident set"
+    assert torch.cuda.max_memory_allocated() >= 10 * 2**20
+    assert torch.cuda.memory_allocated() > 10 * 2**20
+
+
+def test_surface() -> None:
+    assert torch.cuda.get_device_capability() == (8, 0)
+    assert torch.cuda.get_device_properties(0).total_memory > 2**28
+    assert torch.cuda.get_device_name()
+    assert torch.cuda.cudart().cudaProfilerStart() == 0
+    torch.cuda.nvtx.range_push("x")
+    torch.cuda.nvtx.range_pop()
+    with torch.cuda.nvtx.range("x"):
+        pass
+    torch.cuda.empty_cache()
+    assert not torch.cuda.is_current_stream_capturing()
+    assert torch.cuda.temperature() == 0
+    ran = []
+    torch.cuda._lazy_call(lambda: ran.append(1))
+    assert ran == [1]
+
+
+def test_data_loader_with_pinned_memory() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True)
+    assert [b[0].tolist() for b in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert torch.ones(2).pin_memory().device.type == "cpu"
+
+
+def test_optimizer_step_passes_the_graph_capture_check() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    assert weight[0] != 1
+
+
+def test_compile_is_off_for_fusers_and_real_for_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    assert torch.compile(fn) is fn
+    assert torch.compile(dynamic=True)(fn) is fn
+    assert (
+        eval("torch.compile(fn)", {"__name__": "somebody.else", "torch": torch, "fn": fn}) is not fn
+    )
+    monkeypatch.setenv("ACCEL_CPU_COMPILE", "1")
+    assert torch.compile(fn) is not fn
+
+
+def test_load_brings_cuda_tensors_here(tmp_path: object) -> None:
+    file = f"{tmp_path}/x.pt"
+    torch.save({"x": torch.ones(2)}, file)
+    for location in ("cuda:0", torch.device("cuda"), None, "cpu", lambda storage, place: storage):
+        assert torch.load(file, map_location=location)["x"].device.type == "cpu"
+
+
+def test_autocast_for_cuda_is_autocast_here() -> None:
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+def test_undo_restores_every_binding(runtime: Applied) -> None:
+    bindings = list(runtime.bindings)
+    assert len(bindings) > 100
+    runtime.undo()
+    for b in bindings:
+        now = vars(b.owner).get(b.name)
+        assert now is b.before or (now is None and "absent" in repr(b.before)), str(b)
+    assert not torch.cuda.is_available()
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.empty(1, device="cuda")
+
+
+def test_choice_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCEL_DEVICE", raising=False)
+    assert device.select().name == "cpu"
+    monkeypatch.setenv("ACCEL_DEVICE", "tpu")
+    with pytest.raises(ValueError, match="ACCEL_DEVICE='tpu': use auto, cpu, cuda, npu"):
+        device.select()
+    monkeypatch.setattr(device, "_has_cuda", lambda: False)
+    with pytest.raises(ValueError, match="no cuda device on this machine"):
+        device.select("cuda")
+    monkeypatch.setattr(device, "_has_npu", lambda: True)
+    assert device.select("auto").name == "npu"
+
+
+def test_cuda_changes_nothing() -> None:
+    from accel.device import cuda
+
+    assert cuda.install(("tests",)).bindings == []
+
+
+def test_npu_loads_torch_npu_and_its_redirect(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from accel.device import npu
+    from accel.patching import PatchError
+
+    for name in ("torch_npu", "torch_npu.contrib", "torch_npu.contrib.transfer_to_npu"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    with pytest.raises(PatchError, match="cannot be undone"):
+        npu.install(("tests",)).undo()

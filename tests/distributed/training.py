@@ -1,0 +1,110 @@
+"""Runs of ``examples/pretrain_gpt.py`` inside a test, and the single-rank runs that layouts are
+compared with."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+
+import torch.distributed as dist
+from filelock import FileLock
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
+ITERATIONS = 20
+
+MODEL = """
+    --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
+    --group-query-attention --num-query-groups 2 --seq-length 64 --max-position-embeddings 64
+    --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 255
+    --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant
+    --log-interval 1 --eval-interval 1000 --eval-iters 0
+""".split()
+
+MOE = """
+    --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
+""".split()
+
+KINDS = {"dense": [], "moe": MOE}
+
+_LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: (\S+) \|")
+
+
+def losses(output: str) -> list[float]:
+    """The losses that Megatron's own log lines show, seven digits each."""
+    return [float(loss) for _, loss in _LOSS.findall(output)]
+
+
+def train(flags: list[str]) -> str:
+    """Run the script in this process, as one rank of its launch, and clean up; returns what it
+    printed.
+
+    Megatron prints the loss on the last rank; the others return lines without it.
+    """
+    printed = io.StringIO()
+    argv, sys.argv = sys.argv, [str(SCRIPT), *MODEL, *flags]
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+    finally:
+        sys.argv = argv
+        _forget_megatron()
+        print(printed.getvalue())
+    return printed.getvalue()
+
+
+def reference(kind: str) -> tuple[Path, list[float]]:
+    """A checkpoint of the initial weights, and the losses of a single rank that trains from it.
+
+    Made once by whichever rank comes first; the others wait for the lock.
+    """
+    root = Path(os.environ.get("ACCEL_TEST_REFERENCE", tempfile.gettempdir()))
+    folder = root / f"reference-{kind}-{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+    if "ACCEL_TEST_REFERENCE" in os.environ:
+        folder = root / f"reference-{kind}"
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint, log = folder / "checkpoint", folder / "losses.log"
+    with FileLock(folder / "lock", timeout=200):
+        if not log.exists():
+            flags = KINDS[kind]
+            _alone(
+                [*flags, "--train-iters", "1", "--save", str(checkpoint), "--save-interval", "1"]
+            )
+            log.write_text(_alone([*flags, *from_checkpoint(checkpoint)]))
+    return checkpoint, losses(log.read_text())
+
+
+def from_checkpoint(checkpoint: Path) -> list[str]:
+    """Flags that train from the weights of a checkpoint, with a fresh optimizer."""
+    load = ["--load", str(checkpoint), "--finetune", "--no-load-optim", "--no-load-rng"]
+    return ["--train-iters", str(ITERATIONS), *load]
+
+
+def _alone(flags: list[str]) -> str:
+    """The script on one rank, in a process of its own."""
+    from accel.testing.distributed import launch
+
+    return launch(1, [str(SCRIPT), *MODEL, *flags], seconds=150)
+
+
+def _forget_megatron() -> None:
+    """Megatron keeps its state in module globals; give the next run in this process a clean start."""
+    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+    from megatron.core.tensor_parallel import random
+    from megatron.training import global_vars
+
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.destroy_num_microbatches_calculator()
+    rerun_state_machine.destroy_rerun_state_machine()
+    random.initialize_rng_tracker(force_reset=True)
+    global_vars.destroy_global_vars()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,135 @@
+"""Every patch of every feature, against every supported Megatron: each feature gets these tests for
+free."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from accel.patches import FEATURES, command_line
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_MEGATRON
+
+ROOT = Path(__file__).parents[1]
+PATCHES = [p for f in FEATURES for p in f.patches] + list(command_line.HOOKS)
+
+_PROBE = """
+import json, sys, types, warnings
+warnings.simplefilter("ignore")
+from accel import patching
+from accel.device import select
+from accel.patches import FEATURES, command_line
+from accel.upstream import megatron_version
+select("cpu").install(("megatron",))
+rows = {"version": megatron_version(), "patches": {}}
+everything = [p for f in FEATURES for p in f.patches] + list(command_line.HOOKS)
+for patch in everything:
+    row = rows["patches"][patch.target] = {"problem": None}
+    try:
+        before = patching.resolve(patch.target)[2] if patch.how != "provide" else None
+        with patching.apply([patch], scope=("megatron",)) as applied:
+            row["bindings"] = len(applied.bindings)
+            row["stale"] = [] if before is None or not callable(before) else [
+                f"{n}.{k}" for n, m in list(sys.modules.items())
+                if isinstance(m, types.ModuleType) and n.split(".")[0] == "megatron"
+                for k, v in list(vars(m).items()) if v is before]
+        after = patching.resolve(patch.target)[2] if patch.how != "provide" else None
+        row["restored"] = after is before
+        if patch.sources:
+            row["hash"] = patching.source_hash(before)
+    except (patching.PatchError, ImportError) as e:
+        row["problem"] = str(e)
+rows["together"] = len(patching.plan(p for f in FEATURES for p in f.patches))
+print("\\n" + json.dumps(rows))
+"""
+
+
+@lru_cache
+def probe(version: str) -> dict[str, Any]:
+    """Apply and undo every patch in a process of its own, on one Megatron version."""
+    import megatron.core
+
+    path = [str(ROOT)]
+    if megatron.core.__version__ != version:
+        beside = Path(sys.prefix) / "megatron" / version
+        assert beside.is_dir(), f"megatron-core {version} is missing: make setup installs it"
+        path.insert(0, str(beside))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE], env=env, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert result["version"] == version
+    return result
+
+
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.target.rpartition(".")[2])
+def test_patch_fits_rebinds_everything_and_is_undone(patch: Patch, version: str) -> None:
+    row = probe(version)["patches"][patch.target]
+    assert row["problem"] is None
+    assert row["bindings"] >= 1
+    assert row["stale"] == []
+    assert row["restored"]
+    if patch.sources:
+        assert row["hash"] == patch.sources[version]
+
+
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
+def test_all_patches_fit_together(version: str) -> None:
+    assert probe(version)["together"] == len({p.target for f in FEATURES for p in f.patches})
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
+def test_feature_declares_itself(feature: Any) -> None:
+    assert len(feature.doc) > 150, "the module docstring is the feature's page"
+    assert len(feature.summary) > 20
+    names = {f.name for f in FEATURES}
+    assert set(feature.requires) <= names
+    assert any(v in SpecifierSet(feature.megatron) for v in SUPPORTED_MEGATRON)
+    for patch in feature.patches:
+        assert len(patch.why) > 20
+        if patch.how == "replace" and patch.target.startswith("megatron") and patch.expects:
+            assert set(patch.sources) == set(SUPPORTED_MEGATRON), "a replaced body is hashed"
+
+
+def test_conflicts_name_real_options() -> None:
+    import argparse
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    known = {a.dest for a in add_megatron_arguments(argparse.ArgumentParser())._actions}
+    known |= {f.name for f in FEATURES}
+    assert {c for f in FEATURES for c in f.conflicts} <= known
+
+
+def test_aliases_lead_to_our_flags_and_hide_nothing_of_megatron() -> None:
+    import argparse
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    flags = {f.flag for f in FEATURES}
+    upstream = add_megatron_arguments(argparse.ArgumentParser())._option_string_actions
+    for theirs, ours in command_line.ALIASES.items():
+        assert ours in flags
+        assert theirs not in upstream
+
+
+def test_every_patch_has_its_adapter_with_upstreams_parameters() -> None:
+    """Adapters that replace a body take exactly upstream's parameters, never ``*args``."""
+    from accel.patching import resolve
+
+    for patch in PATCHES:
+        if patch.how == "replace" and patch.expects:
+            adapter = resolve(patch.replacement)[2]
+            assert tuple(inspect.signature(adapter).parameters) == patch.expects, patch.replacement

@@ -1,0 +1,95 @@
+"""Choosing features: presets, explicit wishes, requirements, clashes, reasons."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from accel.feature import Choice, Context, Feature, active, choose
+
+
+def feature(name: str, **fields: Any) -> Feature:
+    defaults: dict[str, Any] = {
+        "summary": "x",
+        "preset": "fast",
+        "numerics": "tolerance",
+        "megatron": ">=0.17.1,<0.20",
+    }
+    return Feature(name=name, **{**defaults, **fields})
+
+
+BASE = feature("base", preset="exact")
+FUSED = feature("fused", requires=("base",))
+RIVAL = feature("rival", preset="max", conflicts={"fused": "both own the buffer"})
+PICKY = feature("picky", conflicts={"tp_comm_overlap": "it owns the buffer"})
+HERE = Context("cpu", "0.19.2", SimpleNamespace(tp_comm_overlap=False))
+THERE = Context("cpu", "0.19.2", SimpleNamespace(tp_comm_overlap=True))
+
+
+def states(choices: list[Choice]) -> dict[str, str]:
+    return {c.feature.name: c.state for c in choices}
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [("off", []), ("exact", ["base"]), ("fast", ["base", "fused"]), ("max", ["base", "fused"])],
+)
+def test_presets_contain_each_other(preset: str, expected: list[str]) -> None:
+    assert [f.name for f in active(choose([BASE, FUSED], preset, {}, HERE))] == expected
+
+
+def test_explicit_wish_beats_the_preset_and_brings_what_it_needs() -> None:
+    chosen = choose([BASE, FUSED], "off", {"fused": True}, HERE)
+    assert [(c.asked, c.state) for c in chosen] == [
+        ("required by fused", "active"),
+        ("flag", "active"),
+    ]
+    assert states(choose([BASE, FUSED], "fast", {"fused": False}, HERE))["fused"] == "off"
+
+
+def test_requirement_turned_off_names_both_flags() -> None:
+    with pytest.raises(ValueError, match="--accel-fused needs --accel-base, which was turned off"):
+        choose([BASE, FUSED], "fast", {"base": False}, HERE)
+
+
+def test_clash_of_two_asked_features_names_both_flags_and_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"--accel-rival and --accel-fused .*both own the buffer"):
+        choose([BASE, FUSED, RIVAL], "off", {"fused": True, "rival": True}, HERE)
+
+
+def test_clash_with_a_megatron_flag() -> None:
+    with pytest.raises(ValueError, match=r"--accel-picky and --tp-comm-overlap .*owns the buffer"):
+        choose([PICKY], "off", {"picky": True}, THERE)
+    (choice,) = choose([PICKY], "fast", {}, THERE)
+    assert (choice.state, "--tp-comm-overlap" in choice.reason) == ("skipped", True)
+
+
+def test_skip_has_a_reason_and_is_an_error_when_strict() -> None:
+    broken = feature("broken", unavailable=lambda context: f"no kernel for {context.device}")
+    (choice,) = choose([broken], "fast", {}, HERE)
+    assert (choice.state, choice.reason) == ("skipped", "no kernel for cpu")
+    with pytest.raises(ValueError, match="--accel-strict: --accel-broken: no kernel for cpu"):
+        choose([broken], "fast", {}, HERE, strict=True)
+
+
+def test_idle_is_no_fault() -> None:
+    idle = feature("idle", idle=lambda context: "nothing to do")
+    other = feature("other", devices=("npu",))
+    chosen = choose([idle, other], "fast", {}, HERE, strict=True)
+    assert [(c.state, c.reason) for c in chosen] == [
+        ("idle", "nothing to do"),
+        ("idle", "concerns npu only"),
+    ]
+
+
+def test_megatron_range() -> None:
+    old = Context("cpu", "0.16.1", None)
+    assert states(choose([BASE], "exact", {}, old)) == {"base": "skipped"}
+    assert states(choose([BASE], "exact", {}, old, allow_untested=True)) == {"base": "active"}
+
+
+def test_unknown_preset() -> None:
+    with pytest.raises(ValueError, match="unknown preset 'fats': use off, exact, fast, max"):
+        choose([BASE], "fats", {}, HERE)

@@ -1,0 +1,181 @@
+"""The patch engine, on made-up modules: what is checked, what is rebound, that nothing is half
+done."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+
+from accel import patching
+from accel.patching import Patch, PatchError
+
+
+@pytest.fixture
+def upstream() -> Iterator[types.SimpleNamespace]:
+    """A package ``victim`` with a function, a class, and a second module that has copied the
+    function."""
+    source = (
+        "import functools\n"
+        "def f(x): return ('f', x)\n"
+        "def other(x): return ('other', x)\n"
+        "class Base:\n"
+        "    def m(self): return 'm'\n"
+        "class C(Base):\n"
+        "    @staticmethod\n"
+        "    def s(x): return x\n"
+        "    @classmethod\n"
+        "    def c(cls): return cls.__name__\n"
+        "    class Inner:\n"
+        "        def deep(self): return 'deep'\n"
+        "FLAG = False\n"
+        "def uses_missing(): return missing_name()\n"
+    )
+    ours = (
+        "def new_f(x): return ('new', x)\n"
+        "def loud(original): return lambda x: ('loud', original(x))\n"
+        "def louder(original): return lambda x: ('louder', original(x))\n"
+        "def new_m(self): return 'new m'\n"
+        "def negate(x): return -x\n"
+        "def shout(cls): return cls.__name__.upper()\n"
+        "def new_deep(self): return 'new deep'\n"
+        "def provided(): return 'provided'\n"
+        "TRUE = True\n"
+    )
+    modules = {}
+    for name, text in (("victim", source), ("victim.copy", ""), ("ours", ours)):
+        module = types.ModuleType(name)
+        module.__file__ = f"<{name}>"
+        sys.modules[name] = modules[name] = module
+        exec(compile(text, module.__file__, "exec"), vars(module))
+        import linecache
+
+        linecache.cache[module.__file__] = (len(text), None, text.splitlines(True), module.__file__)
+    modules["victim.copy"].g = modules["victim"].f
+    yield types.SimpleNamespace(
+        victim=modules["victim"], copy=modules["victim.copy"], ours=modules["ours"]
+    )
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("victim", "ours")]:
+        del sys.modules[name]
+
+
+def patch(target: str, replacement: str, **fields: object) -> Patch:
+    return Patch(target=f"victim:{target}", replacement=f"ours:{replacement}", why="test", **fields)
+
+
+def applied(*patches: Patch) -> patching.Applied:
+    return patching.apply(patches, scope=("victim",))
+
+
+def test_replaces_every_copy_and_restores_identity(upstream: types.SimpleNamespace) -> None:
+    original = upstream.victim.f
+    with applied(patch("f", "new_f")) as done:
+        assert upstream.victim.f(1) == upstream.copy.g(1) == ("new", 1)
+        assert len(done.bindings) == 2
+    assert upstream.victim.f is upstream.copy.g is original
+
+
+def test_modules_imported_while_patched_are_put_right(upstream: types.SimpleNamespace) -> None:
+    original = upstream.victim.f
+    with applied(patch("f", "loud", how="wrap")):
+        late = sys.modules["victim.late"] = types.ModuleType("victim.late")
+        late.f = upstream.victim.f
+        assert late.f(1) == ("loud", ("f", 1))
+    assert late.f is original
+
+
+def test_replacement_goes_below_wraps_which_nest_in_order(upstream: types.SimpleNamespace) -> None:
+    wraps = [patch("f", "loud", how="wrap"), patch("f", "louder", how="wrap")]
+    with applied(*wraps, patch("f", "new_f")):
+        assert upstream.victim.f(1) == ("louder", ("loud", ("new", 1)))
+
+
+def test_descriptors_inheritance_and_nesting(upstream: types.SimpleNamespace) -> None:
+    cls = upstream.victim.C
+    with applied(
+        patch("C.s", "negate"),
+        patch("C.c", "shout"),
+        patch("C.m", "new_m"),
+        patch("C.Inner.deep", "new_deep"),
+    ):
+        assert (cls.s(3), cls().s(3), cls.c(), cls().m()) == (-3, -3, "C", "new m")
+        assert (upstream.victim.Base().m(), cls.Inner().deep()) == ("m", "new deep")
+    assert (cls.s(3), cls.c(), cls().m(), cls.Inner().deep()) == (3, "C", "m", "deep")
+    assert "m" not in vars(cls), "an inherited method is deleted again, not copied down"
+
+
+def test_constants_are_bound_but_never_swept(upstream: types.SimpleNamespace) -> None:
+    upstream.copy.unrelated = False
+    with applied(patch("FLAG", "TRUE")) as done:
+        assert upstream.victim.FLAG is True
+        assert upstream.copy.unrelated is False
+        assert len(done.bindings) == 1
+    assert upstream.victim.FLAG is False
+
+
+def test_provides_a_name_that_a_guarded_import_left_unbound(
+    upstream: types.SimpleNamespace,
+) -> None:
+    with applied(patch("missing_name", "provided", how="provide")):
+        assert upstream.victim.uses_missing() == "provided"
+    assert not hasattr(upstream.victim, "missing_name")
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (patch("g", "new_f"), "module victim has no 'g'"),
+        (patch("othr", "new_f"), "near names: other"),
+        (patch("C.nope", "new_m"), "class C has no 'nope'"),
+        (patch("Nope.m", "new_m"), "module victim has no 'Nope'"),
+        (patch("other", "no_such_thing"), "module ours has no 'no_such_thing'"),
+        (patch("other", "new_f", expects=("a", "b")), r"upstream takes \('x',\)"),
+        (patch("other", "new_f", sources={"1.0": "0" * 12}), r"none of those .* \(1.0\)"),
+        (patch("f", "negate"), "replaced by both ours:new_f and ours:negate"),
+        (patch("f", "provided", how="provide"), "upstream binds it already"),
+        (patch("never", "provided", how="provide"), "never mentions 'never'"),
+        (Patch(target="victim.nowhere:f", replacement="ours:new_f", why="x"), "victim.nowhere"),
+        (Patch(target="victim", replacement="ours:new_f", why="x"), "package.module:name"),
+    ],
+)
+def test_any_problem_changes_nothing(
+    upstream: types.SimpleNamespace, bad: Patch, message: str
+) -> None:
+    before = dict(vars(upstream.victim)), dict(vars(upstream.victim.C))
+    with pytest.raises(PatchError, match=message):
+        applied(patch("f", "new_f"), bad)
+    assert (dict(vars(upstream.victim)), dict(vars(upstream.victim.C))) == before
+
+
+def test_all_problems_are_reported_at_once(upstream: types.SimpleNamespace) -> None:
+    with pytest.raises(PatchError) as e:
+        applied(patch("nope", "new_f"), patch("nada", "new_f"))
+    assert "nope" in str(e.value)
+    assert "nada" in str(e.value)
+
+
+def test_the_same_object_for_two_functions_is_refused(upstream: types.SimpleNamespace) -> None:
+    with pytest.raises(PatchError, match="could not tell them apart"):
+        applied(patch("f", "new_f"), patch("other", "new_f"))
+
+
+def test_optional_target_may_be_missing(upstream: types.SimpleNamespace) -> None:
+    with applied(patch("gone", "new_f", optional=True)) as done:
+        assert done.bindings == []
+
+
+def test_undo_refuses_when_somebody_else_rebound(upstream: types.SimpleNamespace) -> None:
+    done = applied(patch("f", "new_f"))
+    upstream.victim.f = len
+    with pytest.raises(PatchError, match=r"victim\.f was changed after accel patched it"):
+        done.undo()
+    assert upstream.victim.f is len
+    assert upstream.copy.g is upstream.ours.new_f, "a refused undo changes nothing"
+
+
+def test_source_hash_accepts_any_known_body(upstream: types.SimpleNamespace) -> None:
+    known = patching.source_hash(upstream.victim.f)
+    with applied(patch("f", "new_f", sources={"1.0": "f" * 12, "1.1": known})):
+        assert upstream.victim.f(0) == ("new", 0)

@@ -1,0 +1,162 @@
+"""The session on the real Megatron: enable, disable, status, and identity after any sequence of
+them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.strategies import booleans, fixed_dictionaries, none, one_of, sampled_from
+
+import accel
+from accel import device, patching
+from accel.device import cpu
+from accel.feature import PRESETS
+from accel.patches import FEATURES, command_line
+from accel.patching import Patch
+from accel.session import SESSION
+from accel.upstream import megatron_version
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Any:
+    accel.disable()
+    yield
+    accel.disable()
+
+
+def _targets() -> list[Patch]:
+    importlib.import_module("megatron.training.arguments")
+    feature_patches = [p for f in FEATURES for p in f.patches if p.how != "provide"]
+    return [*cpu.patches(), *command_line.HOOKS, *feature_patches]
+
+
+def _bound(patches: list[Patch]) -> dict[str, object]:
+    return {p.target: patching.resolve(p.target)[2] for p in patches}
+
+
+@pytest.mark.skipif(
+    device.select().name != "cpu", reason="torch-npu and CUDA are not redirected by us"
+)
+def test_any_sequence_of_enable_and_disable_restores_identity() -> None:
+    targets = _targets()
+    stock = _bound(targets)
+
+    class Sequence(RuleBasedStateMachine):
+        @initialize()
+        def start(self) -> None:
+            accel.disable()
+            self.enabled = False
+
+        @rule(
+            preset=sampled_from(PRESETS),
+            wishes=fixed_dictionaries(
+                {}, optional={f.name: one_of(none(), booleans()) for f in FEATURES}
+            ),
+        )
+        def enable(self, preset: str, wishes: dict[str, bool | None]) -> None:
+            contradiction = wishes.get("norm") is False and wishes.get("fused_norm") is not False
+            if contradiction and (wishes.get("fused_norm") or preset in ("fast", "max")):
+                with pytest.raises(ValueError, match="turned off"):
+                    accel.enable(preset=preset, **wishes)
+            else:
+                assert accel.enable(preset=preset, **wishes)["preset"] == preset
+            self.enabled = SESSION.device is not None
+
+        @rule()
+        def disable(self) -> None:
+            accel.disable()
+            self.enabled = False
+
+        @rule()
+        def attach(self) -> None:
+            SESSION.attach()
+
+        @invariant()
+        def disabled_means_stock(self) -> None:
+            if not self.enabled and SESSION.device is None:
+                changed = [t for t, raw in _bound(targets).items() if raw is not stock[t]]
+                assert not changed
+
+        def teardown(self) -> None:
+            accel.disable()
+            assert all(raw is stock[t] for t, raw in _bound(targets).items())
+
+    Sequence.TestCase.settings = settings(max_examples=15, stateful_step_count=8, deadline=None)
+    Sequence.TestCase().runTest()
+
+
+def test_status_is_plain_and_complete() -> None:
+    status = accel.enable(preset="exact")
+    assert status["megatron"] == megatron_version()
+    assert status["device"] in device.NAMES
+    assert set(status["features"]) == {f.name for f in FEATURES}
+    assert status["features"]["norm"] == {"asked": "preset", "state": "active", "reason": ""}
+    assert status["features"]["fused_norm"]["state"] == "off"
+    assert {p["target"] for p in status["patches"]} >= {
+        "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__"
+    }
+    accel.disable()
+    assert accel.status()["features"] == {}
+
+
+def test_unknown_option_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="no option 'fused_nrom'; did you mean 'fused_norm'"):
+        accel.enable(fused_nrom=True)
+    assert accel.status()["device"] is None, "nothing was installed"
+
+
+def test_unsupported_megatron_patches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel.session.megatron_version", lambda: "0.16.1")
+    targets = _targets()
+    stock = _bound(targets)
+    with pytest.raises(
+        ValueError, match=r"supports megatron-core 0\.17\.1, .* found 0\.16\.1; nothing was"
+    ):
+        accel.enable()
+    assert all(raw is stock[t] for t, raw in _bound(targets).items())
+    assert accel.enable(allow_untested_megatron=True)["features"]["norm"]["state"] == "active"
+
+
+def test_moved_target_names_feature_target_and_near_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from megatron.core.transformer import torch_norm
+
+    monkeypatch.setattr(
+        torch_norm, "WrappedTorchNormal", torch_norm.WrappedTorchNorm, raising=False
+    )
+    monkeypatch.delattr(torch_norm, "WrappedTorchNorm")
+    empty = torch.empty
+    with pytest.raises(patching.PatchError) as e:
+        accel.enable()
+    assert "norm: " in str(e.value)
+    assert "has no 'WrappedTorchNorm'; near names: WrappedTorchNormal" in str(e.value)
+    assert torch.empty is empty
+
+
+def test_modified_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    def __new__(
+        cls: type,
+        config: Any,
+        hidden_size: int,
+        eps: float = 1e-5,
+        persist_layer_norm: bool = False,
+        zero_centered_gamma: bool = False,
+        normalization: str = "LayerNorm",
+    ) -> Any:
+        return "a fork's own norm"
+
+    monkeypatch.setattr(WrappedTorchNorm, "__new__", staticmethod(__new__))
+    with pytest.raises(patching.PatchError, match=r"upstream's body .* none of those"):
+        accel.enable()
+
+
+def test_version_is_that_of_the_package_that_would_be_imported() -> None:
+    from megatron.core.package_info import __version__
+
+    assert megatron_version() == __version__

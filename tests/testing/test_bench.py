@@ -1,0 +1,78 @@
+"""The benchmark runner: the promised JSON, no timing of wrong sides, errors with the way out."""
+
+import json
+import os
+
+import pytest
+
+from accel.testing import bench
+from tests.ops.norm_checks import needs_native
+
+ROW_KEYS = {"case", "metric", "unit", "better", "ours", "peers", "limit", "target", "method"}
+
+
+def make_case(**changes) -> bench.Case:
+    fields = {
+        "name": "sum 10",
+        "num_bytes": 1000,
+        "sides": {bench.OURS: lambda: sum(range(10)), "slow": lambda: sum(range(100000))},
+        "check": lambda: None,
+        "copy_bytes": 4096,
+        "min_speedups": {"slow": 4.0, "absent": 9.0},
+    }
+    return bench.Case(**(fields | changes))
+
+
+@pytest.fixture
+def reused_pages(monkeypatch):
+    """As if in the child process, so that `main` does not start one."""
+    for key, value in bench.MALLOC_REUSE.items():
+        monkeypatch.setenv(key, value)
+
+
+def test_report(reused_pages, capsys):
+    assert bench.main("sums", lambda quick: [make_case()], ["--json", "--quick"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {"name", "commit", "machine", "rows"}
+    assert {"cpu", "isa", "threads", "torch"} <= set(report["machine"])
+    time, bandwidth = report["rows"]
+    assert set(time) == set(bandwidth) == ROW_KEYS
+    assert (time["unit"], time["better"]) == ("ms", "lower")
+    assert (bandwidth["unit"], bandwidth["better"]) == ("GB/s", "higher")
+    assert time["ours"] < time["target"] == pytest.approx(time["peers"]["slow"] / 4)
+    assert bandwidth["target"] == pytest.approx(4 * bandwidth["peers"]["slow"])
+    assert all(key in time["method"] for key in bench.MALLOC_REUSE)
+
+
+def test_no_target_is_null(reused_pages, capsys):
+    bench.main("sums", lambda quick: [make_case(min_speedups={})], ["--json", "--quick"])
+    assert {row["target"] for row in json.loads(capsys.readouterr().out)["rows"]} == {None}
+
+
+def test_wrong_side_is_not_timed(reused_pages, capsys):
+    def wrong() -> None:
+        raise AssertionError("y: error 3")
+
+    case = make_case(check=wrong, sides={bench.OURS: lambda: pytest.fail("timed")})
+    assert bench.main("sums", lambda quick: [case], []) == 1
+    assert "sum 10: wrong result, not timed: y: error 3" in capsys.readouterr().err
+
+
+def test_unknown_name_lists_the_known(capsys):
+    assert bench.run("rmsnorm") == 2
+    assert "no benchmark 'rmsnorm'; expected one of: " in capsys.readouterr().err
+
+
+def test_outside_a_checkout(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "CHECKOUT", tmp_path)
+    assert bench.run("rms_norm") == 2
+    assert f"{tmp_path} is no accel checkout" in capsys.readouterr().err
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_quick_run_of_the_norms(name, capfd):
+    environment = dict(os.environ)
+    assert bench.run(name, json=True, quick=True) == 0
+    assert json.loads(capfd.readouterr().out)["name"] == name
+    assert dict(os.environ) == environment
