@@ -1,28 +1,36 @@
-"""Tests that need several ranks, from plain pytest or under torchrun.
+"""A pytest plugin for tests that need several ranks, from plain pytest or under torchrun.
 
-    @distributed(world_size=2)
-    def test_something(...):
-        ...  # runs on every rank
+    @pytest.mark.distributed(world_size=2)
+    def test_something(): ...  # runs on every rank
 
-Under plain pytest the test starts torchrun on itself: one ``pytest`` for each rank, on this one test. Under
-``torchrun --nproc-per-node N -m pytest tests/distributed`` (real GPUs) it simply runs; a test that
-wants another number of ranks is skipped and says so.
+Under plain pytest the marked tests of a module are run by one torchrun launch, the first time that
+one of them is due: each rank is a pytest of its own, reports every test to a file, and a test fails
+here if it failed on any rank. A crash or a hang costs the test in which it happened; the rest is
+launched again. Under ``torchrun --nproc-per-node N -m pytest tests/distributed`` (real GPUs) the
+tests simply run; one that wants another number of ranks is skipped and says so.
 """
 
 from __future__ import annotations
 
-import functools
+import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-__all__ = ["distributed", "launch", "under_torchrun"]
+__all__ = ["launch", "under_torchrun"]
 
+SECONDS_PER_TEST = 120
 _TAIL_LINES = 60
+_REPORTS = "ACCEL_TEST_REPORTS"
+_FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
 def under_torchrun() -> bool:
@@ -30,75 +38,170 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def distributed(world_size: int, seconds: int = 240) -> Callable[[Callable[..., Any]], Any]:
-    """Run a test on ``world_size`` ranks; it fails after ``seconds`` or with the first rank that fails."""
-
-    def decorate(test: Callable[..., Any]) -> Any:
-        @functools.wraps(test)
-        def on_ranks(*args: Any, **kwargs: Any) -> None:
-            if not under_torchrun():
-                node = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0]
-                launch(world_size, ["-m", "pytest", "-q", "-p", "no:cacheprovider", node], seconds)
-            elif int(os.environ["WORLD_SIZE"]) == world_size:
-                test(*args, **kwargs)
-            else:
-                pytest.skip(f"needs {world_size} ranks, torchrun gave {os.environ['WORLD_SIZE']}")
-
-        return pytest.mark.distributed(on_ranks)
-
-    return decorate
-
-
 def launch(
-    world_size: int, command: list[str], seconds: int, environment: dict[str, str] | None = None
+    world_size: int,
+    command: Sequence[str],
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
 ) -> str:
     """Run ``python COMMAND`` on ``world_size`` ranks of this machine and return what they printed.
 
-    One thread for each rank; a free rendezvous port. Fails the test with the end of the output when
-    a rank fails or the time is over.
+    One thread for each rank, a free rendezvous port. Fails the test, with the end of the output, when
+    a rank fails or after ``seconds``.
     """
+    status, output = _torchrun(world_size, command, seconds, environment or {})
+    if status != 0:
+        why = f"not done after {seconds} s" if status is None else f"exit status {status}"
+        pytest.fail(f"{world_size} ranks: {why}\n{_tail(output)}", pytrace=False)
+    return output
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "distributed(world_size): runs on several ranks")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not under_torchrun():
+        for item in items:
+            if item.get_closest_marker("distributed"):
+                # the first test of a module pays for all of them; torchrun has a limit of its own
+                item.add_marker(pytest.mark.timeout(0))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    marker = pyfuncitem.get_closest_marker("distributed")
+    if marker is None:
+        return None
+    world_size: int = marker.kwargs["world_size"]
+    if under_torchrun():
+        if int(os.environ["WORLD_SIZE"]) != world_size:
+            pytest.skip(f"needs {world_size} ranks, torchrun gave {os.environ['WORLD_SIZE']}")
+        return None
+    batches = pyfuncitem.session.stash.setdefault(_BATCHES, {})
+    batch = batches.setdefault((pyfuncitem.path, world_size), Batch(world_size))
+    if pyfuncitem.nodeid not in batch.outcomes:
+        batch.run(_siblings(pyfuncitem, world_size))
+    outcome, text = batch.outcomes[pyfuncitem.nodeid]
+    if outcome == "skipped":
+        pytest.skip(text)
+    if outcome != "passed":
+        pytest.fail(text, pytrace=False)
+    return True
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """On a rank: one JSON line for each phase of each test."""
+    if _REPORTS not in os.environ or not under_torchrun():
+        return
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
+    row = {"test": report.nodeid, "when": report.when, "outcome": report.outcome, "text": text}
+    with open(Path(os.environ[_REPORTS]) / f"rank{os.environ['RANK']}.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_rendezvous(request: pytest.FixtureRequest) -> None:
+    """On a rank: a store of its own for each test.
+
+    torchrun's store outlives a process group, and a second group that meets the keys of the first
+    hangs; rank 0 therefore picks a free port for the test and tells the others through that store.
+    """
+    if not under_torchrun() or request.node.get_closest_marker("distributed") is None:
+        return
+    from torch.distributed import TCPStore
+
+    agent = request.session.stash.setdefault(
+        _AGENT, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    )
+    store = TCPStore(*agent, is_master=False)
+    key = f"accel-testing/{request.node.nodeid}"
+    if os.environ["RANK"] == "0":
+        with socket.socket() as probe:
+            probe.bind((agent[0], 0))
+            store.set(key, str(probe.getsockname()[1]))
+    os.environ["MASTER_PORT"] = store.get(key).decode()
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+
+
+@dataclass
+class Batch:
+    """The marked tests of one module, and what became of them."""
+
+    world_size: int
+    outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Test -> ``passed``, ``failed`` or ``skipped``, and the text of the first rank that was not fine."""
+
+    def run(self, tests: Sequence[str]) -> None:
+        """Launch until every test has an outcome."""
+        left = [t for t in tests if t not in self.outcomes]
+        while left:
+            with tempfile.TemporaryDirectory() as reports:
+                command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *left]
+                # a rank that waits in C++ never sees a signal: the thread ends the process
+                command += [f"--timeout={SECONDS_PER_TEST}", "--timeout-method=thread"]
+                status, output = _torchrun(
+                    self.world_size, command, SECONDS_PER_TEST * len(left), {_REPORTS: reports}
+                )
+                self._read(Path(reports), left)
+            left = [t for t in left if t not in self.outcomes]
+            if left:  # the ranks died in the first test that has no outcome
+                why = "hung" if status is None else f"ended with exit status {status}"
+                self.outcomes[left.pop(0)] = ("failed", f"a rank {why}\n{_tail(output)}")
+
+    def _read(self, reports: Path, tests: Sequence[str]) -> None:
+        files = [reports / f"rank{rank}.jsonl" for rank in range(self.world_size)]
+        rows = [
+            (rank, json.loads(line))
+            for rank, file in enumerate(files)
+            for line in (file.read_text().splitlines() if file.exists() else ())
+        ]
+        for test in tests:
+            phases = [(rank, row) for rank, row in rows if row["test"] == test]
+            bad = [(rank, row) for rank, row in phases if row["outcome"] != "passed"]
+            if bad:
+                bad.sort(key=lambda rank_row: rank_row[1]["outcome"] != "failed")
+                rank, row = bad[0]
+                self.outcomes[test] = (row["outcome"], f"rank {rank}: {row['text']}")
+            elif sum(row["when"] == "teardown" for _, row in phases) == self.world_size:
+                self.outcomes[test] = ("passed", "")
+
+
+_AGENT: pytest.StashKey[tuple[str, int]] = pytest.StashKey()
+_BATCHES: pytest.StashKey[dict[tuple[Path, int], Batch]] = pytest.StashKey()
+
+
+def _siblings(item: pytest.Function, world_size: int) -> list[str]:
+    """The selected tests of the same module that run on as many ranks, ``item`` among them."""
+    marked = [(i, i.get_closest_marker("distributed")) for i in item.session.items]
+    return [
+        i.nodeid
+        for i, marker in marked
+        if marker is not None and i.path == item.path and marker.kwargs["world_size"] == world_size
+    ]
+
+
+def _torchrun(
+    world_size: int, command: Sequence[str], seconds: float, environment: Mapping[str, str]
+) -> tuple[int | None, str]:
+    """Exit status (``None``: the time was over) and output."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     if command[0] == "-m":
-        torchrun.append("--module")
-        command = command[1:]
-    env = {k: v for k, v in os.environ.items() if k not in _FROM_TORCHRUN and k[:7] != "PYTEST_"}
+        torchrun, command = [*torchrun, "--module"], command[1:]
+    inherited = {
+        k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", *_FROM_TORCHRUN))
+    }
+    options: dict[str, Any] = {
+        "env": {**inherited, "OMP_NUM_THREADS": "1", **environment},
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "timeout": seconds,
+    }
     try:
-        done = subprocess.run(
-            [sys.executable, *torchrun, *command],
-            env={**env, "OMP_NUM_THREADS": "1", **(environment or {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-        )
+        done = subprocess.run([sys.executable, *torchrun, *command], **options)
     except subprocess.TimeoutExpired as e:
-        output = (
-            e.stdout if isinstance(e.stdout, str) else (e.stdout or b"").decode(errors="replace")
-        )
-        pytest.fail(
-            f"{world_size} ranks: not done after {seconds} s\n{_tail(output)}", pytrace=False
-        )
-    if done.returncode != 0:
-        pytest.fail(
-            f"{world_size} ranks: exit status {done.returncode}\n{_tail(done.stdout)}",
-            pytrace=False,
-        )
-    return done.stdout
-
-
-_FROM_TORCHRUN = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-)
+        return None, (e.stdout or b"").decode(errors="replace")
+    return done.returncode, done.stdout.decode(errors="replace")
 
 
 def _tail(output: str) -> str:

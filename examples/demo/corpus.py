@@ -2,7 +2,7 @@
 
     python examples/demo/corpus.py
 
-Reads every ``.py`` file of the standard library (about 30 MB, nothing to download), trains a
+Reads the ``.py`` files of the standard library (about 30 MB, nothing to download), trains a
 byte-level BPE tokenizer on them, and writes
 
     .cache/demo/tokenizer/        for --tokenizer-type HuggingFaceTokenizer --tokenizer-model
@@ -23,6 +23,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,7 +36,10 @@ __all__ = ["CACHE", "END_OF_TEXT", "Corpus", "Recipe", "build", "python_files"]
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "demo"
 END_OF_TEXT = "<|endoftext|>"
 
-_FORMAT = 1  # raise it when the files below change, so that old ones are rebuilt
+LEFT_OUT = frozenset({"site-packages", "dist-packages", "encodings", "pydoc_data"})
+"""Folders of packages that pip installed, and of generated tables, which are not code."""
+
+_FORMAT = 2  # raise it when the files below change, so that old ones are rebuilt
 _FILES_PER_BATCH = 64
 
 
@@ -47,11 +51,11 @@ class Recipe:
     """Folder of ``.py`` files."""
     python: str
     """Its version: the same folder holds other files after an upgrade."""
-    vocab_size: int = 4096
+    vocab_size: int = 2048
     """Entries of the tokenizer, bytes and ``<|endoftext|>`` included."""
 
     @staticmethod
-    def of_this_python(vocab_size: int = 4096) -> Recipe:
+    def of_this_python(vocab_size: int = 2048) -> Recipe:
         return Recipe(sysconfig.get_paths()["stdlib"], sys.version.split()[0], vocab_size)
 
     def digest(self) -> str:
@@ -115,9 +119,8 @@ def build(recipe: Recipe, folder: Path = CACHE) -> Corpus:
 
 
 def python_files(source: Path) -> list[Path]:
-    """Every ``.py`` file below ``source`` in one fixed order; what pip installed there is left out."""
-    foreign = {"site-packages", "dist-packages"}
-    found = (p for p in source.rglob("*.py") if not foreign & set(p.relative_to(source).parts))
+    """Every ``.py`` file below ``source``, without those in :data:`LEFT_OUT`, in one fixed order."""
+    found = (p for p in source.rglob("*.py") if not LEFT_OUT & set(p.relative_to(source).parts))
     return sorted(found, key=lambda p: p.relative_to(source).as_posix())
 
 
@@ -142,11 +145,11 @@ def _texts(files: Iterable[Path]) -> Iterator[str]:
 def _write(texts: Sequence[str], recipe: Recipe, folder: Path) -> int:
     """Train the tokenizer, save it, write ``.bin`` and ``.idx``; returns the number of tokens."""
     # Imported here: numpy, torch and transformers take seconds, a finished corpus needs none.
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-    from tokenizers import Tokenizer
+    with warnings.catch_warnings(action="ignore"):  # Megatron lists every package it does not find
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer: Tokenizer = _train_tokenizer(texts, recipe.vocab_size)
+    tokenizer = _train_tokenizer(texts, recipe.vocab_size)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT).save_pretrained(
         folder / "tokenizer"
     )

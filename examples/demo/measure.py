@@ -5,6 +5,7 @@ Everything in the report comes from here; nothing is measured by the demo itself
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -82,6 +83,7 @@ class SideResult:
     """One side, over all of its segments."""
 
     intervals: list[Interval]
+    """Iteration 1, then every ``--log-interval``."""
     tokens_per_second: float
     """From the median time of an iteration."""
     tokens_per_second_quartiles: tuple[float, float]
@@ -144,7 +146,7 @@ def compare(
     """Put the segments of both sides together.
 
     Args:
-        stock: its segments in the order of training, each with two logged intervals or more.
+        stock: its segments in the order of training, each with three logged lines or more.
         accel: likewise.
         tokens_per_iteration: global batch size times sequence length.
 
@@ -155,26 +157,28 @@ def compare(
     logged = [i.iteration for i in result.accel.intervals]
     if logged != result.iterations:
         raise ValueError(f"the sides logged other iterations: {result.iterations} and {logged}")
-    if not result.max_loss_difference < float("inf"):
+    if not all(map(math.isfinite, result.differences)):
         raise ValueError("a loss is not a finite number")
     return result
 
 
 def _side(segments: Sequence[Segment], tokens_per_iteration: int) -> SideResult:
-    # The first interval of each launch holds its warm-up: first touch of memory, oneDNN's choices.
-    times = [[i.milliseconds for i in s.intervals[1:]] for s in segments]
-    if not all(times):
-        raise ValueError("each segment needs two logged intervals or more")
+    # Of each launch Megatron logs the first iteration by itself; that line and the rest of its
+    # interval hold the warm-up: first touch of memory, oneDNN's choice of kernels.
+    times = [[i.milliseconds for i in s.intervals[2:]] for s in segments]
+    if not times or not all(times):
+        raise ValueError("each segment needs three logged lines or more")
 
     def rate(milliseconds: float) -> float:
         return tokens_per_iteration * 1000 / milliseconds
 
     all_times = [t for of_segment in times for t in of_segment]
-    quartiles = statistics.quantiles(all_times, n=4, method="inclusive")
+    enough = len(all_times) > 1
+    quartiles = statistics.quantiles(all_times, method="inclusive") if enough else all_times * 3
     ranks = sorted({rank for s in segments for rank in s.peak_bytes})
     peaks = [max(s.peak_bytes.get(rank, 0) for s in segments) for rank in ranks]
     return SideResult(
-        intervals=[i for s in segments for i in s.intervals],
+        intervals=[*segments[0].intervals, *(i for s in segments[1:] for i in s.intervals[1:])],
         tokens_per_second=rate(statistics.median(all_times)),
         tokens_per_second_quartiles=(rate(quartiles[2]), rate(quartiles[0])),
         tokens_per_second_of_segments=[rate(statistics.median(t)) for t in times],

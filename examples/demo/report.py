@@ -6,6 +6,7 @@ Both are made from the same dictionary, the content of ``report.json``.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,9 +125,12 @@ def _features(report: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 def _tiles(report: dict[str, Any]) -> str:
     losses, memory = report["losses"], report["peak_memory_bytes"]
     tiles = (
-        (f"{losses['accel'][0]:.2f} to {losses['accel'][-1]:.2f}", "loss, first and last logged"),
+        (
+            f"{losses['accel'][0]:.2f}&#8201;&#8594;&#8201;{losses['accel'][-1]:.2f}",
+            "loss, first and last logged",
+        ),
         (f"{report['max_loss_difference']:.4f}", "largest difference from stock"),
-        (f"{report['speedup']:.2f}&times;", "tokens per second against stock"),
+        (f"{report['speedup']:.2f}&#215;", "tokens per second against stock"),
         (f"{memory['accel'] / memory['stock'] - 1:+.1%}", "peak memory against stock"),
     )
     return "".join(f"<div><strong>{big}</strong><span>{small}</span></div>" for big, small in tiles)
@@ -159,13 +163,8 @@ def line_chart(
         zero_line: show 0, in the middle.
     """
     width, left, right, top, bottom = 760, 56, 70, 26, 26
-    values = [v for line in lines.values() for v in line]
-    low, high = min(values), max(values)
-    if zero_line:
-        high = max(abs(low), abs(high)) or 1.0
-        low = -high
-    elif low == high:
-        low, high = low - 1, high + 1
+    ticks = _ticks([v for line in lines.values() for v in line], around_zero=zero_line)
+    low, high = ticks[0], ticks[-1]
 
     def at(x_value: float, y_value: float) -> tuple[float, float]:
         across = (x_value - x[0]) / (x[-1] - x[0])
@@ -176,15 +175,13 @@ def line_chart(
         )
 
     parts = [f'<text class="label" x="{left}" y="14">{html.escape(label)}</text>']
-    for n in range(5):
-        value = low + (high - low) * n / 4
+    for value in ticks:
         y = at(x[0], value)[1]
-        kind = "zero" if zero_line and n == 2 else "grid"
-        text = f"{value:.4f}" if high - low < 0.1 else f"{value:.2f}"
+        kind = "zero" if zero_line and value == 0 else "grid"
         parts.append(
             f'<line class="{kind}" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text class="tick" x="{left - 8}" y="{y + 4:.1f}">{value:g}</text>'
         )
-        parts.append(f'<text class="tick" x="{left - 8}" y="{y + 4:.1f}">{text}</text>')
     for value in (x[0], x[len(x) // 2], x[-1]):
         across = at(value, low)[0]
         parts.append(f'<text class="mid" x="{across:.1f}" y="{height - 8}">{value}</text>')
@@ -201,6 +198,21 @@ def line_chart(
     )
 
 
+def _ticks(values: Sequence[float], *, around_zero: bool) -> list[float]:
+    """Three to seven round numbers, evenly spaced, that enclose ``values``."""
+    low, high = min(values), max(values)
+    if around_zero:
+        high = max(abs(low), abs(high))
+        low = -high
+    if low == high:
+        low, high = low - 1, high + 1
+    rough = (high - low) / 4
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next(step for n in (1, 2, 5, 10) if (step := n * size) >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [float(f"{n * step:.6g}") for n in range(first, last + 1)]
+
+
 _CSS = """
 :root { color-scheme: light dark; --text: #1f2328; --soft: #667078; --line: #dde1e6;
   --page: #fff; --card: #f6f7f9; --stock: #b9c0c8; --accel: #0b6bcb; }
@@ -210,9 +222,10 @@ body { font: 16px/1.55 system-ui, sans-serif; color: var(--text); background: va
   max-width: 800px; margin: 0 auto; padding: 32px 20px 64px; }
 h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 40px 0 8px; }
 .lead, li { color: var(--soft); } .lead { margin: 0 0 24px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; }
 .tiles div { background: var(--card); border-radius: 8px; padding: 14px 16px; }
-.tiles strong { display: block; font-size: 24px; font-weight: 600; font-variant-numeric: tabular-nums; }
+.tiles strong { display: block; font-size: 23px; font-weight: 600; white-space: nowrap;
+  font-variant-numeric: tabular-nums; }
 .tiles span { color: var(--soft); font-size: 13px; }
 svg { width: 100%; height: auto; margin-top: 12px; display: block; }
 svg text { fill: var(--soft); font-size: 12px; } svg .tick { text-anchor: end; }

@@ -33,7 +33,8 @@ RUNS = REPOSITORY / "runs" / "demo"
 OURS = ("stock", "accel", "logs", "index", "generation", "report.html", "report.json")
 """What a run replaces in ``RUNS``; whatever else lies there stays."""
 
-PROMPTS = ("def ", "import ", "class Test")
+PROMPTS = ("def __init__(self", "import", "    def test_")
+"""Without a blank at the end: the tokenizer joins a blank to the word after it."""
 
 CPU_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 """Those that decide how fast matrix products are."""
@@ -133,11 +134,11 @@ def method(plan: Plan, data: Corpus) -> list[str]:
         f"{plan.ffn_hidden_size}, {plan.num_heads} heads over {plan.num_kv_heads} key/value heads, "
         f"sequences of {plan.seq_length}, {plan.tokens_per_iteration} tokens for each iteration.",
         f"Parallel: {RANKS} ranks, tensor parallelism {RANKS}, --sequence-parallel, "
-        "--use-distributed-optimizer, bf16, one thread for each rank.",
+        "bf16, one thread for each rank.",
         f"Order: {', '.join(ORDER)}, {plan.segment} iterations each, resumed from checkpoints; the "
         "same seed, hence the same initial weights and the same data in the same order.",
-        f"Loss: Megatron's log, mean over {plan.log_interval} iterations. The kernels round "
-        "differently, and training amplifies rounding, so the difference grows with time.",
+        f"Loss: Megatron's log, mean over {plan.log_interval} iterations; the first line is iteration "
+        "1 alone. The kernels round differently, and training amplifies rounding.",
         "Tokens per second: from the median of Megatron's 'elapsed time per iteration', without "
         "the first logged interval of each segment.",
         "Peak memory: the largest 'max allocated' that Megatron logged for each rank, summed over "

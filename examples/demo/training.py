@@ -64,18 +64,18 @@ ORDER = ("stock", "accel", "accel", "stock")
 class Plan:
     """Sizes and lengths; the defaults are the demo."""
 
-    num_layers: int = 3
-    hidden_size: int = 192
-    ffn_hidden_size: int = 512
+    num_layers: int = 2
+    hidden_size: int = 128
+    ffn_hidden_size: int = 384
     num_heads: int = 4
     num_kv_heads: int = 2
     seq_length: int = 256
-    batch_size: int = 2
+    batch_size: int = 8
     """Sequences for each iteration, all in one micro-batch."""
-    iterations: int = 600
+    iterations: int = 400
     log_interval: int = 10
     """Iterations for each logged loss and time; Megatron logs the mean over them."""
-    learning_rate: float = 2e-3
+    learning_rate: float = 5e-3
 
     def __post_init__(self) -> None:
         if self.iterations % (2 * self.log_interval) or self.iterations < 4 * self.log_interval:
@@ -112,7 +112,6 @@ class Plan:
             *("--attention-dropout", "0"),
             *("--hidden-dropout", "0"),
             "--bf16",
-            "--no-masked-softmax-fusion",  # its kernel comes with Megatron's CUDA sources only
             *("--micro-batch-size", str(self.batch_size)),
             *("--tokenizer-type", "HuggingFaceTokenizer"),
             *("--tokenizer-model", str(corpus.tokenizer)),
@@ -125,7 +124,6 @@ class Plan:
             *self.model_flags(corpus),
             *("--tensor-model-parallel-size", str(RANKS)),
             "--sequence-parallel",
-            "--use-distributed-optimizer",
             *("--data-path", str(corpus.prefix)),
             *("--data-cache-path", str(index)),
             *("--split", "100,0,0"),

@@ -187,6 +187,16 @@ def test_surface() -> None:
     assert ran == [1]
 
 
+def test_accelerator_of_a_cuda_build_without_a_driver() -> None:
+    assert torch.accelerator.current_accelerator() is None
+    assert not torch.accelerator.is_available()
+    torch.accelerator.set_device_index(2)
+    assert torch.accelerator.current_device_index() == 2 == torch.cuda.current_device()
+    torch.accelerator.set_device_index(0)
+    torch.accelerator.synchronize()
+    assert torch.accelerator.current_stream().query()
+
+
 def test_data_loader_with_pinned_memory() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(8.0))
     loader = torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True)

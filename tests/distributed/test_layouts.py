@@ -12,8 +12,6 @@ import os
 
 import pytest
 
-from accel.testing.distributed import distributed
-
 from .training import ITERATIONS, KINDS, from_checkpoint, losses, reference, train
 
 RELATIVE_TOLERANCE = 1e-5
@@ -35,7 +33,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@distributed(world_size=2)
+@pytest.mark.distributed(world_size=2)
 def test_trains_like_one_rank(layout: str) -> None:
     kind, flags = LAYOUTS[layout]
     checkpoint, expected = reference(kind)

@@ -20,18 +20,11 @@ from accel.testing.distributed import launch, under_torchrun
 
 from .training import MODEL, SCRIPT, losses
 
-STOCK = [
-    *("--transformer-impl", "local", "--no-persist-layer-norm", "--no-rope-fusion"),
-    *(
-        "--no-gradient-accumulation-fusion",
-        "--ckpt-format",
-        "torch",
-        "--train-iters",
-        "5",
-        "--save-interval",
-        "5",
-    ),
-]
+STOCK = """
+    --transformer-impl local --no-persist-layer-norm --no-rope-fusion
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+    --ckpt-format torch --train-iters 5 --save-interval 5
+""".split()
 CASES = {
     "one_rank_fp32": (1, ""),
     "one_rank_bf16_dropout": (1, "--bf16 --attention-dropout 0.1 --hidden-dropout 0.1"),

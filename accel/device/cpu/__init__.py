@@ -70,6 +70,13 @@ _SURFACE = (
     "get_device_name", "get_device_capability", "get_device_properties", "is_bf16_supported",
     "is_current_stream_capturing", "cudart",
 )  # fmt: skip
+_ACCELERATOR = {
+    "current_accelerator": "surface:current_accelerator",
+    "current_device_index": "streams:accelerator_device_index",
+    "set_device_index": "streams:set_accelerator_device_index",
+    "current_stream": "streams:accelerator_stream",
+    "synchronize": "streams:accelerator_synchronize",
+}
 _ASKED = ("is_available", "is_initialized", "device_count")
 _SILENT = ("synchronize", "empty_cache", "ipc_collect", "check_error", "_sleep")
 _UNMEASURED = ("utilization", "temperature", "power_draw", "clock_rate")
@@ -170,6 +177,12 @@ def _cuda_surface() -> Iterable[Patch]:
             target=f"torch.cuda:{old}",
             replacement=f"{_HERE}.surface:{new}",
             why="There is no CUDA context.",
+        )
+    for name, adapter in _ACCELERATOR.items():
+        yield Patch(
+            target=f"torch.accelerator:{name}",
+            replacement=f"{_HERE}.{adapter}",
+            why="A CUDA build of torch takes cuda for the accelerator even without a driver.",
         )
     for name in _ASKED:
         yield _wrap(

@@ -141,6 +141,25 @@ class device:
         _CURRENT.device = self.prev_idx
 
 
+def accelerator_device_index() -> int:
+    """``torch.accelerator.current_device_index``."""
+    return _CURRENT.device
+
+
+def set_accelerator_device_index(device: Any, /) -> None:
+    """``torch.accelerator.set_device_index``."""
+    set_device(device)
+
+
+def accelerator_stream(device: Any = None, /) -> Any:
+    """``torch.accelerator.current_stream``."""
+    return _CURRENT.stream
+
+
+def accelerator_synchronize(device: Any = None, /) -> None:
+    """``torch.accelerator.synchronize``: nothing is pending."""
+
+
 @contextlib.contextmanager
 def nvtx_range(msg: str, *args: Any, **kwargs: Any) -> Iterator[None]:
     yield

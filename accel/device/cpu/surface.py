@@ -76,6 +76,10 @@ def get_device_properties(device: Any = None) -> SimpleNamespace:
     )
 
 
+def current_accelerator(check_available: bool = False) -> None:
+    """None: a CUDA build of torch names cuda even where there is no driver."""
+
+
 def is_bf16_supported(including_emulation: bool = True) -> bool:
     return True
 
