@@ -4,6 +4,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # The Megatron versions beside the installed one, for the contract tests.
 OTHER_MEGATRON := 0.17.1 0.18.2
+BENCHMARKS := rms_norm layer_norm
+RESULTS = benchmarks/results/$(shell uname -m)-$(shell nproc)cpu
 NATIVE := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/accel/*.h) setup.py
 
 .PHONY: setup demo test check format bench clean
@@ -53,8 +55,11 @@ format: $(VENV)/.requirements
 	$(PY) -m ruff format .
 
 bench: setup
-	$(PY) -m accel bench rms_norm
-	$(PY) -m accel bench layer_norm
+	@mkdir -p $(RESULTS)
+	@for name in $(BENCHMARKS); do \
+	    echo "benchmark $$name (a minute or two; keep the machine quiet)"; \
+	    $(PY) -m accel bench $$name --json > $(RESULTS)/$$name.tmp || exit 1; \
+	    mv $(RESULTS)/$$name.tmp $(RESULTS)/$$name.json; done
 
 clean:
 	rm -rf build accel.egg-info accel/_C*.so .pytest_cache .mypy_cache .ruff_cache

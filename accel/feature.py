@@ -68,9 +68,9 @@ class Feature:
     """Why it cannot run here: shown as *skipped*, an error under ``--accel-strict``."""
     idle: Callable[[Context], str | None] = _never
     """Why there is nothing for it to do here; not a fault."""
-    prepare: Callable[[Any], Sequence[str]] | None = None
-    """Called with Megatron's args before its own validation; returns a line for each that it
-    changed."""
+    prepare: Callable[[Context], Sequence[str]] | None = None
+    """Called before Megatron's own validation; may change ``context.args`` and returns a line for
+    each that it changed."""
     switch_on: Callable[[], Callable[[], None]] | None = None
     """For what is no attribute of a module (a dispatcher kernel, say); returns the function that
     undoes it."""
@@ -126,7 +126,10 @@ def choose(
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}: use {', '.join(PRESETS)}")
     asked = _asked(features, preset, explicit)
-    choices = [_decide(f, asked, context, allow_untested) for f in features]
+    choices: list[Choice] = []
+    for f in features:
+        choice = _decide(f, asked, context, allow_untested)
+        choices.append(_with_requirements(choice, choices))
     if strict and (skipped := [c for c in choices if c.state == "skipped"]):
         lines = "; ".join(f"{c.feature.flag}: {c.reason}" for c in skipped)
         raise ValueError(f"--accel-strict: {lines}")
@@ -148,11 +151,11 @@ def _asked(
         for needed in f.requires:
             if f.name not in asked:
                 continue
-            if explicit.get(needed) is False:
-                raise ValueError(
-                    f"{f.flag} needs --accel-{needed.replace('_', '-')}, which was turned off"
-                )
-            asked.setdefault(needed, f"required by {f.name}")
+            if explicit.get(needed) is not False:
+                asked.setdefault(needed, f"required by {f.name}")
+            elif asked[f.name] == "flag":
+                flag = f"--accel-{needed.replace('_', '-')}"
+                raise ValueError(f"{f.flag} needs {flag}, which was turned off")
     return asked
 
 
@@ -182,6 +185,19 @@ def _decide(
     if reason := feature.idle(context):
         return Choice(feature, how, "idle", reason)
     return Choice(feature, how, "active")
+
+
+def _with_requirements(choice: Choice, earlier: Sequence[Choice]) -> Choice:
+    """A feature is no better off than those it requires, which come before it in the table."""
+    for other in earlier:
+        if choice.state == "active" and other.feature.name in choice.feature.requires:
+            if other.state == "skipped":
+                reason = f"needs {other.feature.name}: {other.reason}"
+                return Choice(choice.feature, choice.asked, "skipped", reason)
+            if other.state != "active":
+                reason = f"needs {other.feature.name}, which is {other.state}"
+                return Choice(choice.feature, choice.asked, "idle", reason)
+    return choice
 
 
 def _clash(feature: Feature, asked: Mapping[str, str], context: Context) -> str | None:

@@ -107,12 +107,15 @@ class Applied:
     bindings: list[Binding] = field(default_factory=list)
     scope: tuple[str, ...] = ()
 
-    def undo(self) -> None:
-        """Restore every binding. Raises :class:`PatchError`, changing nothing, if somebody rebound
-        one since."""
+    def check(self) -> None:
+        """Raise :class:`PatchError` if somebody rebound one of the names since."""
         for b in self.bindings:
             if vars(b.owner).get(b.name, _ABSENT) is not b.after:
                 raise PatchError(f"{b} was changed after accel patched it; undo that change first")
+
+    def undo(self) -> None:
+        """Restore every binding; raises as :meth:`check` does, and then changes nothing."""
+        self.check()
         for b in reversed(self.bindings):
             _set(b.owner, b.name, b.before)
         # Modules imported while the patch was active have copied the replacement.

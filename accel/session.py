@@ -82,29 +82,42 @@ class Session:
                     f"accel supports megatron-core {', '.join(SUPPORTED_MEGATRON)}, found {version}; "
                     "nothing was patched (--accel-allow-untested-megatron tries it all the same)"
                 )
-            assert self.device is not None, "attach() comes first"
-            context = Context(self.device.name, version, args)
+            context = Context(self.require_device().name, version, args)
             choices = choose(
                 FEATURES, preset, explicit, context, strict=strict, allow_untested=allow_untested
             )
             self._undo_features()
             self._features = _apply_patches(active(choices))
             self._switched = [f.switch_on() for f in active(choices) if f.switch_on is not None]
-        except BaseException:
-            self.disable()
+        except BaseException as e:
+            try:
+                self.disable()
+            except PatchError as left:
+                e.add_note(f"accel could not take everything back: {left}")
             raise
         self.preset, self.choices = preset, choices
         for change in self._features.changes:
             _log.info("%s -> %s", change.target, ", ".join(p.replacement for p in change.patches))
 
     def disable(self) -> None:
-        """Undo everything; harmless when there is nothing to undo."""
+        """Undo everything; harmless when there is nothing to undo.
+
+        Raises :class:`PatchError`, and undoes nothing, if somebody rebound a patched name since.
+        """
+        for applied in (self._features, self._hooks, self._device):
+            if applied is not None:
+                applied.check()
         self._undo_features()
         for applied in (self._hooks, self._device):
             if applied is not None:
                 applied.undo()
         self.device = self._hooks = self._device = None
         self.choices = []
+
+    def require_device(self) -> Device:
+        """The device runtime that is installed; there is one after :meth:`attach`."""
+        assert self.device is not None, "attach() comes first"
+        return self.device
 
     def status(self) -> dict[str, Any]:
         """Plain types only: ready for JSON."""

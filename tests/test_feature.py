@@ -51,7 +51,19 @@ def test_explicit_wish_beats_the_preset_and_brings_what_it_needs() -> None:
 
 def test_requirement_turned_off_names_both_flags() -> None:
     with pytest.raises(ValueError, match="--accel-fused needs --accel-base, which was turned off"):
-        choose([BASE, FUSED], "fast", {"base": False}, HERE)
+        choose([BASE, FUSED], "fast", {"base": False, "fused": True}, HERE)
+
+
+def test_requirement_turned_off_leaves_a_feature_of_the_preset_idle() -> None:
+    choices = choose([BASE, FUSED], "fast", {"base": False}, HERE, strict=True)
+    assert states(choices) == {"base": "off", "fused": "idle"}
+    assert choices[1].reason == "needs base, which is off"
+
+
+def test_a_skipped_requirement_skips() -> None:
+    broken = feature("base", preset="exact", unavailable=lambda context: "no kernel")
+    choices = choose([broken, FUSED], "fast", {}, HERE)
+    assert (choices[1].state, choices[1].reason) == ("skipped", "needs base: no kernel")
 
 
 def test_clash_of_two_asked_features_names_both_flags_and_the_reason() -> None:

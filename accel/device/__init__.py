@@ -69,7 +69,7 @@ def select(name: str | None = None) -> Device:
 def _has_cuda() -> bool:
     import torch
 
-    return torch.cuda.is_available() and torch.version.cuda is not None
+    return torch.cuda.is_available()
 
 
 def _has_npu() -> bool:

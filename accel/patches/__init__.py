@@ -6,12 +6,14 @@ from __future__ import annotations
 from accel.feature import Feature
 from accel.patches import (
     dataset_helpers,
+    distributed_optimizer_resume,
     fused_norm,
     gradient_accumulation_fusion,
     host_bf16_gemm,
     local_spec,
     masked_softmax_fusion,
     norm,
+    optimizer_cpu_offload,
 )
 
 __all__ = ["FEATURES"]
@@ -21,6 +23,8 @@ FEATURES: tuple[Feature, ...] = (
     local_spec.FEATURE,
     gradient_accumulation_fusion.FEATURE,
     masked_softmax_fusion.FEATURE,
+    distributed_optimizer_resume.FEATURE,
+    optimizer_cpu_offload.FEATURE,
     norm.FEATURE,
     fused_norm.FEATURE,
     host_bf16_gemm.FEATURE,

@@ -16,8 +16,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from accel.feature import PRESETS
+from accel.feature import PRESETS, Context
 from accel.patching import Patch
+from accel.upstream import megatron_version
 
 __all__ = ["ALIASES", "HOOKS", "MODULE", "add_options"]
 
@@ -41,7 +42,18 @@ HOOKS = (
         expects=("args", "defaults"),
         why="Features can be chosen and checked once Megatron's arguments are final.",
     ),
+    Patch(
+        target="megatron.training.yaml_arguments:validate_yaml",
+        replacement="accel.patches.command_line:apply_when_final",
+        how="wrap",
+        expects=("args", "defaults"),
+        why="With --yaml-cfg Megatron validates its arguments elsewhere; features apply there too.",
+    ),
 )
+
+
+_PARSED: dict[str, Any] = {}
+"""accel's flags as the parser last saw them."""
 
 
 def with_accel_options(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,22 +67,24 @@ def with_accel_options(add_megatron_arguments: Callable[..., Any]) -> Callable[.
 
 
 def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the validators of both ways to configure Megatron: flags, and ``--yaml-cfg``."""
+
     @functools.wraps(validate_args)
     def validate(args: argparse.Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006 (upstream's)
         from accel.patches import FEATURES
         from accel.session import SESSION
         from accel.start_up import print_table
 
-        notes = [note for f in FEATURES if f.prepare is not None for note in f.prepare(args)]
-        with _connections_allowed(
-            on_cpu=SESSION.device is not None and SESSION.device.name == "cpu"
-        ):
+        context = Context(SESSION.require_device().name, megatron_version() or "", args)
+        notes = [n for f in FEATURES if f.prepare is not None for n in f.prepare(context)]
+        with _connections_allowed(context):
             validated = validate_args(args, defaults)
+        wishes = {**_PARSED, **{k: v for k, v in vars(args).items() if k.startswith("accel_")}}
         SESSION.apply(
-            preset=getattr(args, "accel_preset", "fast"),
-            explicit={f.name: getattr(args, f"accel_{f.name}", None) for f in FEATURES},
-            strict=getattr(args, "accel_strict", False),
-            allow_untested=getattr(args, "accel_allow_untested_megatron", False),
+            preset=wishes.get("accel_preset", "fast"),
+            explicit={f.name: wishes.get(f"accel_{f.name}") for f in FEATURES},
+            strict=wishes.get("accel_strict", False),
+            allow_untested=wishes.get("accel_allow_untested_megatron", False),
             args=args,
         )
         if args.rank == 0:
@@ -81,15 +95,15 @@ def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _connections_allowed(on_cpu: bool) -> Iterator[None]:
-    """Megatron's validator wants ``CUDA_DEVICE_MAX_CONNECTIONS=1``, an order of CUDA work queues
-    that a CPU lacks.
+def _connections_allowed(context: Context) -> Iterator[None]:
+    """Megatron's validator wants ``CUDA_DEVICE_MAX_CONNECTIONS=1`` (FSDP: not 1), a number of CUDA
+    work queues, which a CPU does not have.
 
-    On the CPU it is shown that value for the length of the check; the user's environment stays as
-    it was.
+    There the value is shown for the length of the check; the user's environment stays as it was.
     """
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    if not on_cpu or name in os.environ:
+    fsdp = any(getattr(context.args, f"use_{f}", False) for f in ("megatron_fsdp", "torch_fsdp2"))
+    if context.device != "cpu" or fsdp or name in os.environ:
         yield
         return
     os.environ[name] = "1"
@@ -141,6 +155,7 @@ def _reject_misspelt(parser: argparse.ArgumentParser) -> None:
     parse_known_args = parser.parse_known_args
 
     def checked(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Also remembers accel's flags: with ``--yaml-cfg`` Megatron drops what was parsed."""
         known = [s for action in parser._actions for s in action.option_strings if "accel-" in s]
         for word in sys.argv[1:] if args is None else args:
             flag = word.partition("=")[0]
@@ -150,6 +165,8 @@ def _reject_misspelt(parser: argparse.ArgumentParser) -> None:
                     hint = f"did you mean {near[0]}?" if near else "see python -m accel features"
                     print(f"accel: unknown flag {flag}; {hint}", file=sys.stderr)
                 raise SystemExit(2)
-        return parse_known_args(args, namespace)
+        parsed = parse_known_args(args, namespace)
+        _PARSED.update({k: v for k, v in vars(parsed[0]).items() if k.startswith("accel_")})
+        return parsed
 
     parser.parse_known_args = checked  # type: ignore[assignment, method-assign]

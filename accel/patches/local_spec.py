@@ -9,18 +9,17 @@ Nothing changes where that is installed.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 from accel.feature import Context, Feature
 from accel.upstream import SUPPORTED_RANGE
 
 
-def without_te(args: Any) -> list[str]:
-    """Change what only Transformer Engine could serve; one line for each change."""
+def without_te(context: Context) -> list[str]:
+    """Change what only Transformer Engine or Apex could serve; one line for each change."""
     if _te_installed():
         return []
-    notes = []
-    if args.transformer_impl == "transformer_engine":
+    args, notes = context.args, []
+    if getattr(args, "transformer_impl", None) == "transformer_engine":
         args.transformer_impl = "local"
         notes.append(
             "transformer_engine is not installed: --transformer-impl local is used instead"
@@ -28,11 +27,17 @@ def without_te(args: Any) -> list[str]:
     if getattr(args, "apply_rope_fusion", False):
         args.apply_rope_fusion = False
         notes.append("transformer_engine is not installed: rotary embeddings run unfused")
+    if not getattr(args, "no_persist_layer_norm", True) and not _apex_installed():
+        args.no_persist_layer_norm = True  # the name of an Apex kernel; the mathematics is the same
     return notes
 
 
 def _te_installed() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _apex_installed() -> bool:
+    return importlib.util.find_spec("apex") is not None
 
 
 def _te_serves(context: Context) -> str | None:

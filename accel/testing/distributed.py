@@ -109,12 +109,12 @@ def _fresh_rendezvous(request: pytest.FixtureRequest) -> None:
     """
     if not under_torchrun() or request.node.get_closest_marker("distributed") is None:
         return
-    from torch.distributed import TCPStore
+    from torch import distributed as dist
 
     agent = request.session.stash.setdefault(
         _AGENT, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     )
-    store = TCPStore(*agent, is_master=False)
+    store = dist.TCPStore(*agent, is_master=False)  # type: ignore[attr-defined]
     key = f"accel-testing/{request.node.nodeid}"
     if os.environ["RANK"] == "0":
         with socket.socket() as probe:

@@ -27,7 +27,7 @@ def generation_options(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     group.add_argument("--prompts", type=Path, help="JSON file: a list of texts to continue")
     group.add_argument("--texts", type=Path, help="JSON file to write: the prompts, continued")
     group.add_argument("--num-tokens", type=int, default=60, help="for each prompt")
-    group.add_argument("--temperature", type=float, default=0.7)
+    group.add_argument("--temperature", type=float, default=0.6)
     return parser
 
 

@@ -118,6 +118,17 @@ class Comparison:
     def speedup(self) -> float:
         return self.accel.tokens_per_second / self.stock.tokens_per_second
 
+    @property
+    def unrest(self) -> float:
+        """How far apart the segments of one side are in speed, as a fraction; the larger of both
+        sides.
+
+        They do the same work, so a difference comes from the machine, and the speed-up is no more
+        certain than this.
+        """
+        sides = (self.stock.tokens_per_second_of_segments, self.accel.tokens_per_second_of_segments)
+        return max(max(rates) / min(rates) - 1 for rates in sides)
+
     def to_json(self) -> dict[str, Any]:
         sides = {"stock": self.stock, "accel": self.accel}
         return {
@@ -130,6 +141,7 @@ class Comparison:
                 n: s.tokens_per_second_of_segments for n, s in sides.items()
             },
             "speedup": self.speedup,
+            "unrest": self.unrest,
             "peak_memory_bytes": {n: s.peak_bytes for n, s in sides.items()},
             "peak_memory_bytes_of_ranks": {n: s.peak_bytes_of_ranks for n, s in sides.items()},
             "losses": {

@@ -16,6 +16,7 @@ from rich.table import Table
 __all__ = ["line_chart", "print_report", "to_html"]
 
 _MIB = 1024 * 1024
+_CALM = 0.1  # equal segments that differ by more say that other programs took the processor
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
@@ -58,6 +59,14 @@ def _figures(report: dict[str, Any]) -> list[tuple[str, tuple[str, str, str]]]:
             (f"{rate['stock']:,.0f}", f"{rate['accel']:,.0f}", f"{report['speedup']:.2f} times"),
         ),
         (
+            "of each segment",
+            (
+                _each(report["tokens_per_second_of_segments"]["stock"]),
+                _each(report["tokens_per_second_of_segments"]["accel"]),
+                f"up to {report['unrest']:.0%} apart{_caution(report['unrest'])}",
+            ),
+        ),
+        (
             "peak memory, sum of ranks",
             (
                 f"{memory['stock'] / _MIB:.1f} MiB",
@@ -66,6 +75,15 @@ def _figures(report: dict[str, Any]) -> list[tuple[str, tuple[str, str, str]]]:
             ),
         ),
     ]
+
+
+def _each(rates: Sequence[float]) -> str:
+    return ", ".join(f"{rate:,.0f}" for rate in rates)
+
+
+def _caution(unrest: float) -> str:
+    busy = unrest > _CALM
+    return ": the machine was not at rest, do not trust the ratio" if busy else ""
 
 
 def _rows(losses: dict[str, list[float]]) -> list[tuple[str, str, str, str]]:
@@ -130,7 +148,10 @@ def _tiles(report: dict[str, Any]) -> str:
             "loss, first and last logged",
         ),
         (f"{report['max_loss_difference']:.4f}", "largest difference from stock"),
-        (f"{report['speedup']:.2f}&#215;", "tokens per second against stock"),
+        (
+            f"{report['speedup']:.2f}&#215;",
+            f"tokens per second against stock{_caution(report['unrest'])}",
+        ),
         (f"{memory['accel'] / memory['stock'] - 1:+.1%}", "peak memory against stock"),
     )
     return "".join(f"<div><strong>{big}</strong><span>{small}</span></div>" for big, small in tiles)

@@ -33,7 +33,7 @@ RUNS = REPOSITORY / "runs" / "demo"
 OURS = ("stock", "accel", "logs", "index", "generation", "report.html", "report.json")
 """What a run replaces in ``RUNS``; whatever else lies there stays."""
 
-PROMPTS = ("def __init__(self", "import", "    def test_")
+PROMPTS = ("def __init__(self", "class Test", "    def test_")
 """Without a blank at the end: the tokenizer joins a blank to the word after it."""
 
 CPU_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")

@@ -65,17 +65,17 @@ class Plan:
     """Sizes and lengths; the defaults are the demo."""
 
     num_layers: int = 2
-    hidden_size: int = 128
-    ffn_hidden_size: int = 384
+    hidden_size: int = 192
+    ffn_hidden_size: int = 512
     num_heads: int = 4
     num_kv_heads: int = 2
     seq_length: int = 256
-    batch_size: int = 8
+    batch_size: int = 4
     """Sequences for each iteration, all in one micro-batch."""
-    iterations: int = 400
+    iterations: int = 440
     log_interval: int = 10
     """Iterations for each logged loss and time; Megatron logs the mean over them."""
-    learning_rate: float = 5e-3
+    learning_rate: float = 2e-3
 
     def __post_init__(self) -> None:
         if self.iterations % (2 * self.log_interval) or self.iterations < 4 * self.log_interval:

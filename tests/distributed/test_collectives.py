@@ -134,6 +134,19 @@ def test_new_group_takes_nccl_and_its_options() -> None:
 
 
 @pytest.mark.distributed(world_size=2)
+def test_reading_data_on_one_rank_leaves_the_device_streams_equal() -> None:
+    """Only the first tensor-parallel rank has a data loader; dropout masks must stay the same."""
+    torch.manual_seed(5)
+    if dist.get_rank() == 0:
+        data = torch.utils.data.TensorDataset(torch.arange(8.0))
+        for workers in (0, 1):
+            list(torch.utils.data.DataLoader(data, shuffle=True, num_workers=workers))
+    draws = torch.empty(2, 16, device="cuda")
+    dist.all_gather_into_tensor(draws, torch.rand(16, device="cuda"))
+    assert torch.equal(draws[0], draws[1])
+
+
+@pytest.mark.distributed(world_size=2)
 def test_rng_tracker_keeps_its_promises(caplog: pytest.LogCaptureFixture) -> None:
     """Different in TP regions, equal outside; forks restore; dropout follows the tracker."""
     from megatron.core import parallel_state, tensor_parallel

@@ -39,8 +39,6 @@ def test_contradiction_is_one_value_error_that_names_both_flags() -> None:
 
 @pytest.mark.skipif("ACCEL_DEVICE" in os.environ, reason="chooses its own device")
 def test_table_says_what_is_asked_active_and_skipped() -> None:
-    done = run("--accel-no-such", ACCEL_DEVICE="cpu")
-    assert done.returncode == 2
     done = run(
         ACCEL_DEVICE="cpu", RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0"
     )

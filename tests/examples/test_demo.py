@@ -174,8 +174,15 @@ def test_figures_leave_out_the_first_interval_of_each_segment(comparison):
     assert comparison.max_loss_difference == pytest.approx(0.25)
     assert comparison.stock.peak_bytes == 201
     assert comparison.stock.peak_bytes_of_ranks == [100, 101]
+    assert comparison.unrest == pytest.approx(110 / 105 - 1)  # medians 105 and 110 ms
     low, high = comparison.stock.tokens_per_second_quartiles
     assert low < comparison.stock.tokens_per_second < high
+
+
+@pytest.mark.parametrize(("unrest", "cautious"), [(0.02, False), (0.4, True)])
+def test_a_busy_machine_is_said(demo, report, unrest, cautious):
+    page = demo.report.to_html({**report, "unrest": unrest})
+    assert ("do not trust the ratio" in page) == cautious
 
 
 def test_sides_that_do_not_match_are_an_error(demo):

@@ -14,6 +14,7 @@ as one set. Three ideas carry it:
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -61,7 +62,14 @@ _GENERATORS = (
     "get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all", "manual_seed",
     "manual_seed_all", "initial_seed",
 )  # fmt: skip
-_HOST_GENERATOR = {"get_rng_state": "host_get_rng_state", "set_rng_state": "host_set_rng_state"}
+_HOST_GENERATOR = {
+    "torch.random:get_rng_state": "host_get_rng_state",
+    "torch.random:set_rng_state": "host_set_rng_state",
+    "torch.random:manual_seed": "host_manual_seed",
+    "torch:manual_seed": "host_manual_seed",
+    "torch.utils.data.dataloader:DataLoader.__iter__": "drawn_on_host",
+    "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__": "drawn_on_host",
+}
 _MEMORY = (
     "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats",
     "reset_peak_memory_stats", "mem_get_info", "memory_snapshot", "memory_summary", "device_memory_used",
@@ -109,6 +117,7 @@ def install(audience: Sequence[str]) -> Applied:
     Returns:
         The applied set; its ``undo()`` restores every binding and the allocator.
     """
+    importlib.import_module("torch._dynamo")  # rebinds torch.manual_seed: before us, not after
     _device_constructors()  # cached by torch: it must hold the originals, by which device contexts compare
     applied = _Installed.of(patching.apply(patches(), scope=(*audience, "torch")))
     AUDIENCE.update(audience)
@@ -213,9 +222,9 @@ def _cuda_surface() -> Iterable[Patch]:
         replacement=f"{_HERE}.generators:DEFAULT_GENERATORS",
         why="The default CPU generator plays the device's random stream.",
     )
-    for name, adapter in _HOST_GENERATOR.items():
+    for target, adapter in _HOST_GENERATOR.items():
         yield _wrap(
-            f"torch.random:{name}",
+            target,
             f"generators:{adapter}",
             "Host and device draw from streams of their own.",
         )

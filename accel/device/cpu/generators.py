@@ -4,16 +4,21 @@ On CUDA there are two streams of random numbers, the host's and the device's. He
 lives on the host, so every draw (dropout, initialisation) comes from the default CPU generator;
 that one therefore plays the device's, and Megatron's RNG tracker, which forks and restores the
 device's state, keeps all that it promises. What Megatron takes for the *host's* state (it saves it,
-and warns if it changes within a fork) is kept apart in :data:`HOST`, from which nobody
-draws; everybody else's ``torch.get_rng_state()`` is untouched.
+and warns if it changes within a fork) is kept apart in :data:`HOST`: ``torch.manual_seed``
+seeds both, and what a data loader draws (the seed of its workers, samplers, a data set without
+workers) comes from it. Were it to come from the device's stream, the ranks that read data would part
+from those that do not, with other dropout masks on each tensor-parallel rank, and a resumed run, which
+makes its loaders after its random state was loaded, from the run that was not interrupted. Everybody
+else's ``torch.get_rng_state()`` is untouched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -98,3 +103,35 @@ def host_set_rng_state(original: Callable[..., Any]) -> Callable[..., Any]:
             original(new_state)
 
     return set_
+
+
+def host_manual_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def seed_both(seed: Any) -> torch.Generator:
+        HOST.manual_seed(int(seed))
+        return original(seed)
+
+    return seed_both
+
+
+@contextlib.contextmanager
+def host_stream() -> Iterator[None]:
+    """Within, whoever draws from the default generator draws from the host's stream."""
+    device_state = torch.default_generator.get_state()
+    torch.default_generator.set_state(HOST.get_state())
+    try:
+        yield
+    finally:
+        HOST.set_state(torch.default_generator.get_state())
+        torch.default_generator.set_state(device_state)
+
+
+def drawn_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Only some ranks read data: their draws must not move the device's stream."""
+
+    @functools.wraps(original)
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        with host_stream():
+            return original(*args, **kwargs)
+
+    return draw

@@ -1,0 +1,100 @@
+"""``--use-distributed-optimizer`` resumes with torch's Adam.
+
+Without Apex and Transformer Engine, Megatron runs torch's Adam, whose step count is a tensor of each
+parameter's state. The distributed optimizer's checkpoint code has three faults with it:
+
+* before a load the state is still empty, and asking for its step count fails on
+  ``assert len(steps) == 1``, so no such run can be resumed; here an unstarted optimizer has done 0 steps;
+* the load gives *one* step tensor to all parameters, which each of them then increments, and with
+  ``torch_dist`` overwrites it by that of the unstarted optimizer: Adam's bias correction would be
+  silently wrong; here each parameter gets the saved step count, as a tensor of its own;
+* an fp32 model's weights are views that require a gradient, into which the load copies with autograd on;
+  here it copies under ``no_grad``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accel.feature import Feature
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE
+
+_TARGET = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+
+FEATURE = Feature(
+    name="distributed_optimizer_resume",
+    summary="resume --use-distributed-optimizer checkpoints with torch's Adam",
+    preset="off",
+    numerics="bit-identical",
+    megatron=SUPPORTED_RANGE,
+    patches=(
+        Patch(
+            target=f"{_TARGET}.state_dict",
+            replacement="accel.patches.distributed_optimizer_resume:unstarted_is_step_0",
+            how="wrap",
+            expects=("self",),
+            why="Upstream asks an optimizer that has not stepped yet for its step count, and stops.",
+        ),
+        Patch(
+            target=f"{_TARGET}._set_main_param_and_optimizer_states",
+            replacement="accel.patches.distributed_optimizer_resume:step_count_kept",
+            how="wrap",
+            expects=("self", "model_param", "tensors"),
+            why="Upstream copies the step count of the unstarted optimizer over the one just loaded.",
+        ),
+        Patch(
+            target=f"{_TARGET}.load_state_dict",
+            replacement="accel.patches.distributed_optimizer_resume:step_counts_apart",
+            how="wrap",
+            expects=("self", "state_dict"),
+            why="Upstream shares one step count between all parameters, and copies with autograd on.",
+        ),
+    ),
+)
+
+
+def unstarted_is_step_0(state_dict: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(state_dict)
+    def with_step_count(self: Any) -> Any:
+        optimizer = self.optimizer
+        started = any("step" in state for state in optimizer.state.values())
+        if started or not isinstance(optimizer, torch.optim.Adam):
+            return state_dict(self)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in parameters:
+            optimizer.state[p]["step"] = torch.tensor(0.0)
+        try:
+            return state_dict(self)
+        finally:
+            for p in parameters:
+                del optimizer.state[p]["step"]
+                if not optimizer.state[p]:
+                    del optimizer.state[p]
+
+    return with_step_count
+
+
+def step_count_kept(set_states: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(set_states)
+    def set_(self: Any, model_param: Any, tensors: Any) -> None:
+        set_states(self, model_param, {**tensors, "step": None})  # upstream skips what is no tensor
+
+    return set_
+
+
+def step_counts_apart(load_state_dict: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    @functools.wraps(load_state_dict)
+    def load(self: Any, state_dict: Any) -> None:
+        with torch.no_grad():
+            load_state_dict(self, state_dict)
+        if isinstance(self.optimizer, torch.optim.Adam) and "optimizer" in state_dict:
+            (step,) = {float(group["step"]) for group in state_dict["optimizer"]["param_groups"]}
+            for state in self.optimizer.state.values():
+                state["step"] = torch.tensor(step)
+
+    return load

@@ -1,0 +1,42 @@
+"""A resumed run is the uninterrupted one: dropout, data order, optimizer, step counts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from accel.testing.distributed import launch, under_torchrun
+
+from .training import MODEL, SCRIPT
+
+pytestmark = pytest.mark.skipif(under_torchrun(), reason="launches its own ranks")
+CASES = {
+    "one_rank_dropout": (1, "--attention-dropout 0.1 --hidden-dropout 0.1"),
+    "dp2_distributed_optimizer_bf16": (2, "--bf16 --use-distributed-optimizer"),
+    "dp2_fully_reshardable_fp32": (
+        2,
+        "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --ckpt-format torch_dist",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_run_equals_the_uninterrupted_one(case: str, tmp_path: Path) -> None:
+    ranks, flags = CASES[case]
+    command = [str(SCRIPT), *MODEL, *flags.split(), "--train-iters", "5", "--lr-decay-iters", "5"]
+    save = ["--save", str(tmp_path), "--save-interval", "2"]
+    whole = numbers(launch(ranks, [*command, *save], seconds=150))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = numbers(launch(ranks, [*command, "--load", str(tmp_path)], seconds=150))
+    assert len(whole) == 5
+    assert len(resumed) == 3
+    # Megatron averages the first loss that a process logs into the second, so that one is left out
+    assert [norm for _, norm in resumed] == [norm for _, norm in whole[2:]]
+    assert [resumed[i][0] for i in (0, 2)] == [whole[i][0] for i in (2, 4)]
+
+
+def numbers(log: str) -> list[tuple[str, str]]:
+    """Loss and gradient norm of each logged iteration, as printed."""
+    return re.findall(r"lm loss: (\S+) .*?grad norm: (\S+) ", log)
