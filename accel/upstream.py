@@ -31,10 +31,14 @@ def megatron_folder() -> Path | None:
 
 
 def megatron_version() -> str | None:
-    """Its version, or ``None`` without a Megatron.
+    """Its public version, or ``None`` without a Megatron.
 
     Read from the package itself rather than from the installed distributions, so that a source
-    checkout on ``PYTHONPATH`` counts.
+    checkout on ``PYTHONPATH`` counts. Without the local part: Megatron appends the commit of whatever
+    git repository its folder lies in, be it the user's own around a virtual environment.
     """
     folder = megatron_folder()
-    return str(runpy.run_path(str(folder / "package_info.py"))["__version__"]) if folder else None
+    if folder is None:
+        return None
+    version: str = runpy.run_path(str(folder / "package_info.py"))["__version__"]
+    return version.partition("+")[0]

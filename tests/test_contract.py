@@ -59,7 +59,7 @@ def probe(version: str) -> dict[str, Any]:
     import megatron.core
 
     path = [str(ROOT)]
-    if megatron.core.__version__ != version:
+    if megatron.core.__version__.partition("+")[0] != version:
         beside = Path(sys.prefix) / "megatron" / version
         assert beside.is_dir(), f"megatron-core {version} is missing: make setup installs it"
         path.insert(0, str(beside))
