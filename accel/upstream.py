@@ -40,5 +40,5 @@ def megatron_version() -> str | None:
     folder = megatron_folder()
     if folder is None:
         return None
-    version: str = runpy.run_path(str(folder / "package_info.py"))["__version__"]
+    version = str(runpy.run_path(str(folder / "package_info.py"))["__version__"])
     return version.partition("+")[0]
