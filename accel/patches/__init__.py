@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from accel.feature import Feature
 from accel.patches import (
+    cpu_initialization,
     dataset_helpers,
     distributed_optimizer_resume,
     fused_norm,
@@ -25,6 +26,7 @@ FEATURES: tuple[Feature, ...] = (
     masked_softmax_fusion.FEATURE,
     distributed_optimizer_resume.FEATURE,
     optimizer_cpu_offload.FEATURE,
+    cpu_initialization.FEATURE,
     norm.FEATURE,
     fused_norm.FEATURE,
     host_bf16_gemm.FEATURE,

@@ -1,0 +1,120 @@
+"""What features change in Megatron's arguments before it validates them, and that they say so."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from accel.feature import Context
+from accel.patches import command_line
+from accel.patches.local_spec import without_te
+from accel.patches.optimizer_cpu_offload import offload_nothing
+
+WITHOUT_TE = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None,
+    reason="transformer_engine is installed",
+)
+
+
+def context(device: str = "cpu", **args: Any) -> Context:
+    return Context(device, "0.19.2", SimpleNamespace(**args))
+
+
+@WITHOUT_TE
+def test_te_spec_becomes_local_and_says_so_in_one_line() -> None:
+    asked = context(transformer_impl="transformer_engine", apply_rope_fusion=True)
+    notes = without_te(asked)
+    assert (asked.args.transformer_impl, asked.args.apply_rope_fusion) == ("local", False)
+    assert len(notes) == 2
+    assert "--transformer-impl local is used instead" in notes[0]
+
+
+@WITHOUT_TE
+def test_what_asks_for_nothing_of_te_is_left_alone() -> None:
+    for impl in ("local", "inference_optimized"):
+        asked = context(transformer_impl=impl, apply_rope_fusion=False)
+        assert without_te(asked) == []
+        assert asked.args.transformer_impl == impl
+    assert without_te(context()) == [], "a nested yaml namespace has no such attributes"
+
+
+def test_offload_on_the_cpu_moves_nothing() -> None:
+    asked = context(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
+    assert len(offload_nothing(asked)) == 1
+    assert asked.args.optimizer_offload_fraction == 0.0
+    elsewhere = context("cuda", optimizer_cpu_offload=True, optimizer_offload_fraction=1.0)
+    assert offload_nothing(elsewhere) == []
+    assert elsewhere.args.optimizer_offload_fraction == 1.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        (context("cpu"), "1"),
+        (context("cuda"), None),
+        (context("cpu", use_megatron_fsdp=True), None),
+    ],
+)
+def test_work_queues_are_shown_for_the_check_only(
+    asked: Context, shown: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False)
+    with command_line._connections_allowed(asked):
+        assert os.environ.get(name) == shown
+    assert name not in os.environ
+    monkeypatch.setenv(name, "8")
+    with command_line._connections_allowed(asked):
+        assert os.environ[name] == "8", "the user's own value wins"
+
+
+def test_flags_reach_the_features_under_yaml_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --yaml-cfg Megatron drops the parsed flags and calls another validator."""
+    import argparse
+
+    import accel
+    from accel.session import SESSION
+
+    monkeypatch.setattr(command_line, "_PARSED", {})
+    parser = argparse.ArgumentParser()
+    command_line.add_options(parser)
+    parser.parse_args(["--accel-preset", "exact", "--no-accel-norm"])
+    validate_yaml = command_line.apply_when_final(lambda args, defaults: "validated")
+    SESSION.attach()
+    try:
+        assert validate_yaml(argparse.Namespace(rank=0), {}) == "validated"
+        assert accel.status()["preset"] == "exact"
+        assert accel.status()["features"]["norm"]["state"] == "off"
+        assert "preset exact" in capsys.readouterr().out
+    finally:
+        accel.disable()
+
+
+def test_cpu_initialization_does_not_depend_on_draws_of_the_device() -> None:
+    import torch
+    from megatron.core.tensor_parallel import layers
+
+    import accel
+
+    accel.enable(preset="off")
+    try:
+        if accel.status()["device"] != "cpu":
+            pytest.skip("concerns the CPU device runtime")
+        drawn = []
+        for draws_before in (0, 7):
+            torch.manual_seed(11)
+            torch.rand(draws_before, device="cuda")
+            weight = torch.empty(8, 4)
+            layers._initialize_affine_weight_cpu(
+                weight, 8, 4, 8, 0, torch.nn.init.normal_, rank=0, world_size=1
+            )
+            drawn.append(weight)
+        assert torch.equal(*drawn)
+    finally:
+        accel.disable()
