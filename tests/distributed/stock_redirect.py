@@ -98,6 +98,15 @@ def _new_gloo(ranks=None, timeout=None, backend=None, pg_options=None, **kwargs)
     return _new(ranks, timeout, backend="gloo", **kwargs)
 
 
+_make_loader = torch.utils.data.DataLoader.__init__
+
+
+def _loader_with_a_stream_of_its_own(self, *args, generator=None, **kwargs):
+    """On CUDA a data loader draws on the host's stream, which leaves the device's alone."""
+    _make_loader(self, *args, generator=generator or torch.Generator(), **kwargs)
+
+
+torch.utils.data.DataLoader.__init__ = _loader_with_a_stream_of_its_own
 dist.init_process_group, dist.new_group = _init_gloo, _new_gloo
 _ToHost().__enter__()
 
