@@ -27,6 +27,7 @@ $(VENV)/.requirements: requirements/dev.txt $(VENV)/.python
 $(VENV)/.native: $(VENV)/.requirements $(NATIVE) pyproject.toml
 	@echo "building the native library (about a minute)"
 	$(PY) -m pip install --disable-pip-version-check --no-build-isolation --no-deps --quiet --editable .
+	@$(PY) -c "from accel.ops import _native; print('native kernels:', _native.reason() or 'built')"
 	@touch $@
 
 $(VENV)/.megatron: $(VENV)/.requirements

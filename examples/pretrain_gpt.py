@@ -18,16 +18,19 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.utils import (
+    StragglerDetector,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
 from megatron.training import get_args, pretrain, print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+stimer = StragglerDetector()
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
@@ -35,7 +38,8 @@ def get_batch(data_iterator, vp_stage):
     """The micro-batch of this rank: read on the first rank of the tensor-parallel group, broadcast
     to the others."""
     args = get_args()
-    if not is_first_or_last_pipeline_stage(vp_stage):
+    on_mtp_rank = has_mtp_layer(vp_stage)
+    if not is_first_or_last_pipeline_stage(vp_stage) and not on_mtp_rank:
         return dict.fromkeys(BATCH_KEYS)
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch = {}
@@ -55,7 +59,7 @@ def get_batch(data_iterator, vp_stage):
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=on_mtp_rank,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
@@ -67,6 +71,28 @@ def get_batch(data_iterator, vp_stage):
         hybrid_cp_group_func=mpu.get_hybrid_data_context_parallel_groups,
         use_per_sequence_balancing=False,
     )
+
+
+def has_mtp_layer(vp_stage):
+    """Whether this stage predicts further tokens (``--mtp-num-layers``) and therefore needs the data."""
+    config = core_transformer_config_from_args(get_args())
+    return mtp_on_this_rank(
+        layout=config.pipeline_model_parallel_layout,
+        mtp_num_layers=config.mtp_num_layers,
+        ignore_virtual=False,
+        vp_stage=vp_stage,
+    )
+
+
+def get_embedding_ranks(pp_ranks):
+    """Pipeline ranks that hold the word embedding: the first, the last if it is tied, those with MTP."""
+    args = get_args()
+    ranks = {pp_ranks[0]}
+    if len(pp_ranks) > 1:
+        if not args.untie_embeddings_and_output_weights:
+            ranks.add(pp_ranks[-1])
+        ranks.update(get_mtp_ranks(pp_ranks, core_transformer_config_from_args(args)))
+    return sorted(ranks)
 
 
 def loss_func(loss_mask, losses):
@@ -84,19 +110,22 @@ def loss_func(loss_mask, losses):
 def forward_step(data_iterator, model):
     """One micro-batch through the model; Megatron calls the returned function on the last pipeline
     stage."""
-    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
-    output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-    )
+    with stimer(bdata=True):
+        batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    with stimer:
+        output = model(
+            batch["tokens"],
+            batch["position_ids"],
+            batch["attention_mask"],
+            labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
+        )
     return output, partial(loss_func, batch["loss_mask"])
 
 
 def is_dataset_built_on_rank(vp_stage=None):
-    return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+    has_data = is_first_or_last_pipeline_stage(vp_stage) or has_mtp_layer(vp_stage)
+    return mpu.get_tensor_model_parallel_rank() == 0 and has_data
 
 
 def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None):
@@ -135,4 +164,5 @@ if __name__ == "__main__":
         train_valid_test_datasets_provider,
         ModelType.encoder_or_decoder,
         forward_step,
+        get_embedding_ranks=get_embedding_ranks,
     )
