@@ -88,7 +88,9 @@ class Session:
             )
             self._undo_features()
             self._features = _apply_patches(active(choices))
-            self._switched = [f.switch_on() for f in active(choices) if f.switch_on is not None]
+            for f in active(choices):
+                if f.switch_on is not None:
+                    self._switched.append(f.switch_on())
         except BaseException as e:
             try:
                 self.disable()

@@ -76,13 +76,19 @@ def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
         from accel.start_up import print_table
 
         context = Context(SESSION.require_device().name, megatron_version() or "", args)
-        notes = [n for f in FEATURES if f.prepare is not None for n in f.prepare(context)]
+        wishes = {**_PARSED, **{k: v for k, v in vars(args).items() if k.startswith("accel_")}}
+        explicit = {f.name: wishes.get(f"accel_{f.name}") for f in FEATURES}
+        notes = [
+            note
+            for f in FEATURES
+            if f.prepare is not None and explicit[f.name] is not False
+            for note in f.prepare(context)
+        ]
         with _connections_allowed(context):
             validated = validate_args(args, defaults)
-        wishes = {**_PARSED, **{k: v for k, v in vars(args).items() if k.startswith("accel_")}}
         SESSION.apply(
             preset=wishes.get("accel_preset", "fast"),
-            explicit={f.name: wishes.get(f"accel_{f.name}") for f in FEATURES},
+            explicit=explicit,
             strict=wishes.get("accel_strict", False),
             allow_untested=wishes.get("accel_allow_untested_megatron", False),
             args=args,

@@ -96,6 +96,26 @@ def test_flags_reach_the_features_under_yaml_too(
         accel.disable()
 
 
+@WITHOUT_TE
+def test_a_feature_turned_off_by_name_changes_no_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    import argparse
+
+    import accel
+    from accel.session import SESSION
+
+    monkeypatch.setattr(command_line, "_PARSED", {})
+    validate = command_line.apply_when_final(lambda args, defaults: args)
+    SESSION.attach()
+    try:
+        for wish, impl in ((False, "transformer_engine"), (None, "local")):
+            args = argparse.Namespace(
+                rank=1, transformer_impl="transformer_engine", accel_local_spec=wish
+            )
+            assert validate(args, {}).transformer_impl == impl
+    finally:
+        accel.disable()
+
+
 def test_cpu_initialization_does_not_depend_on_draws_of_the_device() -> None:
     import torch
     from megatron.core.tensor_parallel import layers

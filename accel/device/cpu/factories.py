@@ -106,15 +106,11 @@ def tensor_type(type_: Callable[..., Any]) -> Callable[..., Any]:
     return type_on_host
 
 
-class _IsCuda(property):
-    """Stays a data descriptor of ``torch.Tensor``; the original sits on ``torch._C.TensorBase``."""
-
-
 def is_cuda(original: Any) -> property:
     def get(self: torch.Tensor) -> bool:
         return self.device.type == "cpu" if addressed() else original.__get__(self)
 
-    return _IsCuda(get)
+    return property(get)
 
 
 def record_stream(original: Callable[..., Any]) -> Callable[..., Any]:
