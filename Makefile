@@ -4,9 +4,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # The Megatron versions beside the installed one, for the contract tests.
 OTHER_MEGATRON := 0.17.1 0.18.2
-BENCHMARKS := rms_norm layer_norm
+BENCHMARKS := $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[!_]*.py))
 RESULTS = benchmarks/results/$(shell uname -m)-$(shell nproc)cpu
-NATIVE := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/accel/*.h) setup.py
+NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/include/accel/*.h) setup.py
 
 .PHONY: setup demo test check format bench clean
 .DELETE_ON_ERROR:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent
 
 def sources() -> list[str]:
     csrc = ROOT / "csrc"
-    files = [*sorted(csrc.glob("*.cpp")), *sorted((csrc / "cpu").glob("*.cpp"))]
+    files = [*sorted((csrc / "autograd").glob("*.cpp")), *sorted((csrc / "cpu").glob("*.cpp"))]
     return [os.path.relpath(file, ROOT) for file in files]
 
 

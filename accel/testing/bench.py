@@ -24,7 +24,9 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Case", "main", "run"]
+from accel.ops import _native
+
+__all__ = ["Case", "main", "run", "verdict"]
 
 CHECKOUT = Path(__file__).parent.parent.parent
 
@@ -35,25 +37,47 @@ MALLOC_REUSE = {
 }
 
 OURS = "accel"
-COPY = "copy"
+COPY, STREAM_COPY, GEMM = "copy", "stream copy", "gemm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One thing to time, on several sides."""
+    """One thing to time, on several sides.
+
+    Its limit is a rate, measured in the same rounds: that of copying `copy_bytes` for work that is
+    bound by memory (`num_bytes`), that of one matrix product for work that is bound by arithmetic
+    (`num_flops`).
+    """
 
     name: str
     """What and at which shape and dtype, say "forward 4096x4096 bfloat16"."""
-    num_bytes: int
-    """What the case must read and write at least; makes GB/s of a time."""
     sides: Mapping[str, Callable[[], object]]
     """"accel" and its peers; each call does the work once."""
     check: Callable[[], None]
     """Raises AssertionError unless every side is right."""
-    copy_bytes: int
-    """The limit is the bandwidth of copying this many bytes: choose one tensor of the case."""
+    num_bytes: int = 0
+    """What the case must read and write at least; makes GB/s of a time."""
+    num_flops: int = 0
+    """What the case must multiply and add at least; makes GFLOP/s of a time."""
+    copy_bytes: int = 0
+    """With `num_bytes`: the limit is copying this many; choose one tensor of the case."""
+    gemm: tuple[int, int, int] | None = None
+    """With `num_flops`: the limit is torch's product of [M, K] and [K, N], for this (M, N, K)."""
+    gemm_dtype: torch.dtype = torch.bfloat16
     min_speedups: Mapping[str, float] = field(default_factory=dict)
-    """Peer -> how many times faster we mean to be; together they make the target."""
+    """Peer -> how many times faster we mean to be."""
+    min_over_best: float | None = None
+    """How many times faster than the fastest peer."""
+    min_of_limit: float | None = None
+    """The share of the limit that we mean to reach, 0 to 1."""
+    max_extra_bytes: int | None = None
+    """How much host memory one call may hold at its peak, result included; makes a row of its own."""
+
+    def __post_init__(self) -> None:
+        if bool(self.num_bytes) == bool(self.num_flops):
+            raise ValueError(f"{self.name}: give num_bytes or num_flops, one of them")
+        if (self.num_bytes and not self.copy_bytes) or (self.num_flops and self.gemm is None):
+            raise ValueError(f"{self.name}: num_bytes needs copy_bytes, num_flops needs gemm")
 
 
 def run(name: str, *, json: bool = False, quick: bool = False) -> int:
@@ -106,11 +130,25 @@ def _run_child(name: str, argv: list[str]) -> int:
     ).returncode
 
 
-def _time_sides(case: Case, num_rounds: int) -> dict[str, list[float]]:
-    """Seconds per call of each side, and of a copy of `copy_bytes`, one for each round."""
-    source = torch.randint(0, 256, (case.copy_bytes,), dtype=torch.uint8)
+def _limit_sides(case: Case) -> dict[str, Callable[[], object]]:
+    """What the machine can do at best, to be timed beside the sides."""
+    if case.gemm is not None:
+        m, n, k = case.gemm
+        a_MK, b_KN = (torch.randn(size).to(case.gemm_dtype) for size in ((m, k), (k, n)))
+        out_MN = a_MK.new_empty((m, n))
+        return {GEMM: lambda: torch.mm(a_MK, b_KN, out=out_MN)}
+    whole_steps = -(-case.copy_bytes // 256) * 64  # floats, in whole steps of the streaming copy
+    source = torch.randn(whole_steps)
     target = torch.empty_like(source)
-    sides = {**case.sides, COPY: lambda: target.copy_(source)}
+    copies: dict[str, Callable[[], object]] = {COPY: lambda: target.copy_(source)}
+    if _native.reason() is None:
+        copies[STREAM_COPY] = lambda: torch.ops.accel._stream_copy(source, target)
+    return copies
+
+
+def _time_sides(case: Case, num_rounds: int) -> dict[str, list[float]]:
+    """Seconds per call of each side, and of what sets the limit, one for each round."""
+    sides = {**case.sides, **_limit_sides(case)}
     # A round should take long against the clock and the scheduler: repeat short calls up to 5 ms.
     repeats = {}
     for side, call in sides.items():
@@ -128,14 +166,30 @@ def _time_sides(case: Case, num_rounds: int) -> dict[str, list[float]]:
     return seconds
 
 
+def _peak_bytes(call: Callable[[], object]) -> int:
+    """Host memory that one call holds at its peak, its result included."""
+    torch.ops.accel._host_memory_install()
+    try:
+        torch.ops.accel._host_memory_reset_peak()
+        before = torch.ops.accel._host_memory_stats()[0]
+        result = call()  # alive until the peak is read
+        peak = torch.ops.accel._host_memory_stats()[1]
+        del result
+        return peak - before
+    finally:
+        torch.ops.accel._host_memory_uninstall()
+
+
 def _rows(case: Case, seconds: Mapping[str, list[float]]) -> list[dict]:
-    """The case as time and as bandwidth. The target is the better of what `min_speedups` asks."""
+    """The case as time, as a rate, and as memory where that has a bound."""
     median = {side: statistics.median(values) for side, values in seconds.items()}
-    copy_gbs = 2 * case.copy_bytes / median[COPY] / 1e9
-    targets = [
-        median[peer] / speedup for peer, speedup in case.min_speedups.items() if peer in median
-    ]
-    target = min(targets, default=None)
+    ours, peers = median[OURS], {s: median[s] for s in case.sides if s != OURS}
+    limit_seconds, limit_text = _limit(case, median)
+    wanted = [peers[peer] / n for peer, n in case.min_speedups.items() if peer in peers]
+    if case.min_over_best is not None and peers:
+        wanted.append(min(peers.values()) / case.min_over_best)
+    if case.min_of_limit is not None:
+        wanted.append(limit_seconds / case.min_of_limit)
     spread = ", ".join(
         f"{side} {1e3 * low:.4g} to {1e3 * high:.4g} ms"
         for side, (low, high) in _spread(seconds).items()
@@ -143,28 +197,62 @@ def _rows(case: Case, seconds: Mapping[str, list[float]]) -> list[dict]:
     method = (
         f"median of {len(seconds[OURS])} interleaved rounds in one process, "
         f"glibc keeping freed pages for all sides ({', '.join(MALLOC_REUSE)}); "
-        f"20th to 80th percentile: {spread}; "
-        f"limit: a torch copy of {case.copy_bytes} bytes in the same rounds, {copy_gbs:.4g} GB/s"
+        f"20th to 80th percentile: {spread}; limit: {limit_text}"
     )
 
-    def row(
-        metric: str, unit: str, better: str, of: Callable[[float], float], limit: float
-    ) -> dict:
+    def row(metric: str, unit: str, better: str, of: Callable[[float], float]) -> dict:
         return {
             "case": case.name,
             "metric": metric,
             "unit": unit,
             "better": better,
-            "ours": of(median[OURS]),
-            "peers": {side: of(median[side]) for side in case.sides if side != OURS},
-            "limit": limit,
-            "target": None if target is None else of(target),
+            "ours": of(ours),
+            "peers": {side: of(value) for side, value in peers.items()},
+            "limit": of(limit_seconds),
+            "target": of(min(wanted)) if wanted else None,
             "method": method,
         }
 
+    work = case.num_bytes or case.num_flops
+    rate = ("bandwidth", "GB/s") if case.num_bytes else ("rate", "GFLOP/s")
+    rows = [
+        row("time", "ms", "lower", lambda s: 1e3 * s),
+        row(*rate, "higher", lambda s: work / s / 1e9),
+    ]
+    return rows + _memory_rows(case)
+
+
+def _limit(case: Case, median: Mapping[str, float]) -> tuple[float, str]:
+    """Seconds that the case's bytes or FLOPs take at the limit, and what the limit is."""
+    if case.gemm is not None:
+        m, n, k = case.gemm
+        rate = 2 * m * n * k / median[GEMM]
+        dtype = str(case.gemm_dtype).removeprefix("torch.")
+        text = f"torch.mm of {m}x{k} and {k}x{n} {dtype} in the same rounds"
+        return case.num_flops / rate, f"{text}, {rate / 1e9:.4g} GFLOP/s"
+    fastest = min((c for c in (COPY, STREAM_COPY) if c in median), key=lambda c: median[c])
+    rate = 2 * case.copy_bytes / median[fastest]
+    text = f"a {'torch' if fastest == COPY else 'streaming'} copy of {case.copy_bytes} bytes"
+    return case.num_bytes / rate, f"{text} in the same rounds, {rate / 1e9:.4g} GB/s"
+
+
+def _memory_rows(case: Case) -> list[dict]:
+    if case.max_extra_bytes is None or _native.reason() is not None:
+        return []
+    peaks = {side: _peak_bytes(call) / 2**20 for side, call in case.sides.items()}
     return [
-        row("time", "ms", "lower", lambda s: 1e3 * s, case.num_bytes / copy_gbs / 1e6),
-        row("bandwidth", "GB/s", "higher", lambda s: case.num_bytes / s / 1e9, copy_gbs),
+        {
+            "case": case.name,
+            "metric": "peak memory",
+            "unit": "MiB",
+            "better": "lower",
+            "ours": peaks[OURS],
+            "peers": {side: peak for side, peak in peaks.items() if side != OURS},
+            "limit": None,
+            "target": case.max_extra_bytes / 2**20,
+            "method": "what PyTorch's CPU allocator handed out and had not got back at the peak of "
+            "one call, its result included and its inputs not",
+        }
     ]
 
 
@@ -174,8 +262,6 @@ def _spread(seconds: Mapping[str, list[float]]) -> dict[str, tuple[float, float]
 
 
 def _machine() -> dict:
-    from accel.ops import _native  # here: a benchmark of something else needs no kernels
-
     return {
         "cpu": _cpu_model(),
         "isa": _native.reason() or _native.isa(),
@@ -216,10 +302,18 @@ def _table(report: Mapping) -> str:
     ]
     for row in report["rows"]:
         peers = "".join(f"  {side} {value:9.4g}" for side, value in row["peers"].items())
-        target = "" if row["target"] is None else f"  target {row['target']:9.4g}"
+        limit = "" if row["limit"] is None else f"  limit {row['limit']:9.4g}"
         lines.append(
-            f"{row['case']:34} {row['unit']:>5} ({row['better']} is better)"
-            f"  {OURS} {row['ours']:9.4g}{peers}  limit {row['limit']:9.4g}{target}"
+            f"{row['case']:34} {row['unit']:>7} ({row['better']} is better)"
+            f"  {OURS} {row['ours']:9.4g}{peers}{limit}{verdict(row)}"
         )
     lines += ["", *dict.fromkeys(f"{row['case']}: {row['method']}" for row in report["rows"])]
     return "\n".join(lines)
+
+
+def verdict(row: Mapping) -> str:
+    """The target of a row, and whether it is met; empty where there is none."""
+    if row["target"] is None:
+        return ""
+    met = row["ours"] <= row["target"] if row["better"] == "lower" else row["ours"] >= row["target"]
+    return f"  target {row['target']:9.4g} {'met' if met else 'FALLS SHORT'}"

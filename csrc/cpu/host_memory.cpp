@@ -11,8 +11,9 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
+#include <torch/library.h>
+
 #include "accel/check.h"
-#include "accel/ops.h"
 
 namespace accel {
 namespace {
@@ -77,21 +78,28 @@ void swap_allocator(c10::Allocator* from, c10::Allocator* to) {
               "host memory: PyTorch's CPU allocator was set with a higher priority");
 }
 
-}  // namespace
-
-void host_memory_install() {
+void install() {
   swap_allocator(c10::GetDefaultCPUAllocator(), &counting_allocator);
 }
 
-void host_memory_uninstall() {
+void uninstall() {
   swap_allocator(&counting_allocator, c10::GetDefaultCPUAllocator());
 }
 
-std::vector<int64_t> host_memory_stats() {
+// Current bytes, peak bytes, allocations, frees.
+std::vector<int64_t> stats() {
   return {counters.current_bytes.load(), counters.peak_bytes.load(), counters.allocations.load(),
           counters.frees.load()};
 }
 
-void host_memory_reset_peak() { counters.peak_bytes.store(counters.current_bytes.load()); }
+void reset_peak() { counters.peak_bytes.store(counters.current_bytes.load()); }
 
+TORCH_LIBRARY_FRAGMENT(accel, m) {
+  m.def("_host_memory_install() -> ()", &install);
+  m.def("_host_memory_uninstall() -> ()", &uninstall);
+  m.def("_host_memory_stats() -> int[]", &stats);
+  m.def("_host_memory_reset_peak() -> ()", &reset_peak);
+}
+
+}  // namespace
 }  // namespace accel

@@ -4,6 +4,9 @@
 #include <cstdlib>
 #include <string>
 
+#include <torch/library.h>
+#include <torch/version.h>
+
 #include "accel/check.h"
 
 namespace accel {
@@ -57,6 +60,11 @@ const char* isa_name(Isa isa) {
 Isa isa() {
   static const Isa chosen = choose();
   return chosen;
+}
+
+TORCH_LIBRARY_FRAGMENT(accel, m) {
+  m.def("_native_torch_version() -> str", [] { return std::string(TORCH_VERSION); });
+  m.def("_native_isa() -> str", [] { return std::string(isa_name(isa())); });
 }
 
 }  // namespace accel

@@ -11,9 +11,9 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
 
 #include "accel/dtype.h"
-#include "accel/ops.h"
 #include "norm.h"
 
 namespace accel {
@@ -137,6 +137,7 @@ void layer_norm_backward(
 
 #if ACCEL_ISA_IS_LAST
 namespace accel {
+namespace {
 
 using at::Tensor;
 
@@ -214,5 +215,11 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_bwd_cpu(
           sum_partials(dbias_PN, weight.scalar_type())};
 }
 
+TORCH_LIBRARY_IMPL(accel, CPU, m) {
+  m.impl("layer_norm_fwd", &layer_norm_fwd_cpu);
+  m.impl("layer_norm_bwd", &layer_norm_bwd_cpu);
+}
+
+}  // namespace
 }  // namespace accel
 #endif

@@ -9,9 +9,9 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
 
 #include "accel/dtype.h"
-#include "accel/ops.h"
 #include "norm.h"
 
 namespace accel {
@@ -113,6 +113,7 @@ void rms_norm_backward(
 
 #if ACCEL_ISA_IS_LAST
 namespace accel {
+namespace {
 
 using at::Tensor;
 
@@ -178,5 +179,11 @@ std::tuple<Tensor, Tensor> rms_norm_bwd_cpu(
   return {dx, sum_partials(dscale_PN, weight.scalar_type())};
 }
 
+TORCH_LIBRARY_IMPL(accel, CPU, m) {
+  m.impl("rms_norm_fwd", &rms_norm_fwd_cpu);
+  m.impl("rms_norm_bwd", &rms_norm_bwd_cpu);
+}
+
+}  // namespace
 }  // namespace accel
 #endif

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from tests.ops.norm_checks import needs_native
+from tests.ops.contract import needs_native
 
 pytestmark = needs_native
 

@@ -4,9 +4,10 @@ import json
 import os
 
 import pytest
+import torch
 
 from accel.testing import bench
-from tests.ops.norm_checks import needs_native
+from tests.ops.contract import needs_native
 
 ROW_KEYS = {"case", "metric", "unit", "better", "ours", "peers", "limit", "target", "method"}
 
@@ -47,6 +48,46 @@ def test_report(reused_pages, capsys):
 def test_no_target_is_null(reused_pages, capsys):
     bench.main("sums", lambda quick: [make_case(min_speedups={})], ["--json", "--quick"])
     assert {row["target"] for row in json.loads(capsys.readouterr().out)["rows"]} == {None}
+
+
+def test_target_is_the_strictest_wish(reused_pages, capsys):
+    case = make_case(min_speedups={"slow": 4.0}, min_over_best=5.0, min_of_limit=1e-9)
+    bench.main("sums", lambda quick: [case], ["--json", "--quick"])
+    time, _ = json.loads(capsys.readouterr().out)["rows"]
+    assert time["target"] == pytest.approx(time["peers"]["slow"] / 5)
+    assert bench.verdict(time).endswith(" met")
+    assert bench.verdict(time | {"ours": time["target"] * 1.1}).endswith("FALLS SHORT")
+
+
+@needs_native
+def test_flops_are_held_against_a_matrix_product_and_memory_against_its_bound(reused_pages, capsys):
+    case = make_case(
+        num_bytes=0,
+        copy_bytes=0,
+        num_flops=2 * 64**3,
+        gemm=(64, 64, 64),
+        min_speedups={},
+        min_of_limit=0.5,
+        max_extra_bytes=1 << 20,
+        sides={
+            bench.OURS: lambda: torch.empty(1 << 18),
+            "hungry": lambda: torch.empty(1 << 20),
+        },
+    )
+    bench.main("sums", lambda quick: [case], ["--json", "--quick"])
+    time, rate, memory = json.loads(capsys.readouterr().out)["rows"]
+    assert rate["unit"] == "GFLOP/s"
+    assert "torch.mm of 64x64 and 64x64 bfloat16" in rate["method"]
+    assert time["target"] == pytest.approx(2 * time["limit"])
+    assert memory["ours"] == pytest.approx(1, rel=0.01)
+    assert memory["peers"]["hungry"] == pytest.approx(4, rel=0.01)
+    assert memory["target"] == 1
+
+
+@pytest.mark.parametrize("wrong", [{"num_flops": 1}, {"copy_bytes": 0}, {"num_bytes": 0}])
+def test_a_case_has_one_limit(wrong):
+    with pytest.raises(ValueError, match="sum 10: "):
+        make_case(**wrong)
 
 
 def test_wrong_side_is_not_timed(reused_pages, capsys):

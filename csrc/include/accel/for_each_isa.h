@@ -47,6 +47,7 @@
 #define ACCEL_ISA avx512
 #define ACCEL_LANES 16
 #include "accel/vec.h"
+#include "accel/math.h"
 #include ACCEL_KERNEL_FILE
 #undef ACCEL_ISA
 #undef ACCEL_LANES
@@ -57,6 +58,7 @@
 #define ACCEL_ISA avx2
 #define ACCEL_LANES 8
 #include "accel/vec.h"
+#include "accel/math.h"
 #include ACCEL_KERNEL_FILE
 #undef ACCEL_ISA
 #undef ACCEL_LANES
@@ -72,5 +74,6 @@
 #define ACCEL_ISA baseline
 #define ACCEL_LANES 4
 #include "accel/vec.h"
+#include "accel/math.h"
 
 #endif
