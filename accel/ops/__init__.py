@@ -8,7 +8,15 @@ here knows Megatron.
 functions.
 """
 
+from accel.ops.gemm_accumulate import gemm_accumulate, gemm_accumulate_ref
 from accel.ops.layer_norm import layer_norm, layer_norm_ref
 from accel.ops.rms_norm import rms_norm, rms_norm_ref
 
-__all__ = ["layer_norm", "layer_norm_ref", "rms_norm", "rms_norm_ref"]
+__all__ = [
+    "gemm_accumulate",
+    "gemm_accumulate_ref",
+    "layer_norm",
+    "layer_norm_ref",
+    "rms_norm",
+    "rms_norm_ref",
+]

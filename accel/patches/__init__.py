@@ -9,6 +9,7 @@ from accel.patches import (
     dataset_helpers,
     distributed_optimizer_resume,
     fused_norm,
+    fused_weight_gradient,
     gradient_accumulation_fusion,
     host_bf16_gemm,
     local_spec,
@@ -29,5 +30,6 @@ FEATURES: tuple[Feature, ...] = (
     cpu_initialization.FEATURE,
     norm.FEATURE,
     fused_norm.FEATURE,
+    fused_weight_gradient.FEATURE,
     host_bf16_gemm.FEATURE,
 )

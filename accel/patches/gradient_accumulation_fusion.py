@@ -14,10 +14,12 @@ import importlib.util
 import torch
 
 from accel.feature import Context, Feature
+from accel.ops import gemm_accumulate_ref
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
 AVAILABLE = True
+accumulate = gemm_accumulate_ref
 _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
@@ -29,8 +31,7 @@ class WeightGradient:
         input_TH: torch.Tensor, grad_output_TO: torch.Tensor, main_grad_OH: torch.Tensor
     ) -> None:
         """``main_grad += grad_output^T @ input``, accumulated in the dtype of ``main_grad`` (fp32)."""
-        dtype = main_grad_OH.dtype
-        main_grad_OH.addmm_(grad_output_TO.t().to(dtype), input_TH.to(dtype))
+        accumulate(main_grad_OH, grad_output_TO, input_TH)
 
     @staticmethod
     def wgrad_gemm_accum_fp16(

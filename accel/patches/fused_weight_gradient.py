@@ -1,0 +1,41 @@
+"""Weight gradients as one bf16 product that sums into the fp32 ``main_grad``.
+
+Under ``--gradient-accumulation-fusion`` (Megatron's default) every linear layer adds its weight
+gradient straight into ``main_grad``. Without this feature the operands are copied to fp32 first and
+multiplied in fp32; here bf16 operands are multiplied as they are, with fp32 products and sums, as
+Apex does on a GPU: no copies, and more than twice as fast on CPUs that multiply bf16. The sum's order
+differs from fp32's; nothing is rounded to bf16 in between.
+"""
+
+from __future__ import annotations
+
+from accel.feature import Context, Feature
+from accel.ops import gemm_accumulate
+from accel.ops.gemm_accumulate import device_reason
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE
+
+__all__ = ["gemm_accumulate"]
+
+
+def _kernel_missing(context: Context) -> str | None:
+    return device_reason(context.device)
+
+
+FEATURE = Feature(
+    name="fused_weight_gradient",
+    summary="sum bf16 weight gradients into the fp32 main_grad without fp32 copies",
+    preset="fast",
+    numerics="tolerance",
+    megatron=SUPPORTED_RANGE,
+    requires=("gradient_accumulation_fusion",),
+    unavailable=_kernel_missing,
+    patches=(
+        Patch(
+            target="accel.patches.gradient_accumulation_fusion:accumulate",
+            replacement="accel.patches.fused_weight_gradient:gemm_accumulate",
+            expects=("out_MN", "a_KM", "b_KN"),
+            why="One product of bf16 operands with an fp32 sum, in place of two copies and an fp32 product.",
+        ),
+    ),
+)
