@@ -10,14 +10,64 @@ from __future__ import annotations
 
 import functools
 import json
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Turns"]
+__all__ = ["Ratio", "Turns", "compare_turns"]
 
 POLL_SECONDS = 0.002
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times faster one side is, from turns that stood side by side."""
+
+    median: float
+    quartiles: tuple[float, float]
+    step_seconds: tuple[float, float]
+    """Median step of each side: ours, theirs."""
+    num_turns: int
+
+    @property
+    def spread(self) -> float:
+        """The middle half of the turns lies this far apart, as a fraction of the median: on a machine
+        at rest a few percent."""
+        low, high = self.quartiles
+        return (high - low) / self.median
+
+
+def compare_turns(
+    ours: Sequence[float], theirs: Sequence[float], every: int, *, skip: int = 2
+) -> Ratio:
+    """Pair turn n of one side with turn n of the other, and take the median of their ratios.
+
+    Args:
+        ours, theirs: seconds of each step, as `Turns` writes them.
+        every: steps in a turn; an incomplete last turn is left out.
+        skip: turns at the start that are not counted: first touch of memory, choice of kernels.
+
+    Raises:
+        ValueError: fewer than three turns are left.
+    """
+
+    def turns(seconds: Sequence[float]) -> list[float]:
+        starts = range(0, len(seconds) - every + 1, every)
+        return [statistics.median(seconds[i : i + every]) for i in starts][skip:]
+
+    pairs = list(zip(turns(ours), turns(theirs), strict=False))
+    if len(pairs) < 3:
+        raise ValueError(
+            f"{len(ours)} and {len(theirs)} steps make {len(pairs)} pairs of turns of {every} steps "
+            f"after the first {skip}; at least 3 are needed"
+        )
+    ratios = [b / a for a, b in pairs]
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    a, b = (statistics.median(column) for column in zip(*pairs, strict=True))
+    return Ratio(median, (low, high), (a, b), len(pairs))
 
 
 class Turns:

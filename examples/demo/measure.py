@@ -1,24 +1,19 @@
-"""What Megatron's own log says: losses, times, memory, and accel's start-up table.
-
-Everything in the report comes from here; nothing is measured by the demo itself.
-"""
+"""What the runs say: losses, memory and accel's start-up table from Megatron's own log, times of steps
+from ``examples/take_turns.py``."""
 
 from __future__ import annotations
 
 import math
 import re
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Comparison", "Interval", "Segment", "compare", "parse"]
+from accel.testing.turns import Ratio, compare_turns
 
-_ITERATION = re.compile(
-    r"iteration\s+(?P<iteration>\d+)/\s*\d+ \|"
-    r".*elapsed time per iteration \(ms\): (?P<ms>[\d.]+) \|"
-    r".*lm loss: (?P<loss>\S+) \|"
-)
+__all__ = ["Comparison", "Interval", "Run", "compare", "parse"]
+
+_ITERATION = re.compile(r"iteration\s+(?P<iteration>\d+)/\s*\d+ \|.*lm loss: (?P<loss>\S+) \|")
 _MEMORY = re.compile(r"\[Rank (?P<rank>\d+)\] \(after .*max allocated: (?P<mib>[\d.]+)")
 _HEAD = re.compile(r"^\[accel\] device (?P<head>.*)$")
 _FEATURE = re.compile(r"^\[accel\]   (?P<name>\w+) +(?P<state>\w+) +(?P<asked>.*)$")
@@ -36,15 +31,15 @@ class Interval:
     """The last of them."""
     loss: float
     """Mean cross-entropy, nats per token."""
-    milliseconds: float
-    """For one iteration."""
 
 
 @dataclass
-class Segment:
-    """What one launch logged."""
+class Run:
+    """What one side logged."""
 
     intervals: list[Interval] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    """Of each step, in order."""
     peak_bytes: dict[int, int] = field(default_factory=dict)
     """Rank -> the most that its allocator held at once."""
     head: str = ""
@@ -56,49 +51,39 @@ class Segment:
     """``target`` in Megatron and its ``replacement`` in accel."""
 
 
-def parse(lines: Iterable[str]) -> Segment:
-    """Read one launch's log."""
-    segment = Segment()
+def parse(lines: Iterable[str]) -> Run:
+    """Read one side's log; the times of its steps are elsewhere."""
+    run = Run()
     for line in map(str.rstrip, lines):
         if m := _ITERATION.search(line):
-            segment.intervals.append(
-                Interval(int(m["iteration"]), float(m["loss"]), float(m["ms"]))
-            )
+            run.intervals.append(Interval(int(m["iteration"]), float(m["loss"])))
         elif m := _MEMORY.search(line):
             rank, num_bytes = int(m["rank"]), round(float(m["mib"]) * _MIB)
-            segment.peak_bytes[rank] = max(num_bytes, segment.peak_bytes.get(rank, 0))
+            run.peak_bytes[rank] = max(num_bytes, run.peak_bytes.get(rank, 0))
         elif m := _FEATURE.match(line):
-            segment.features.append(m.groupdict())
+            run.features.append(m.groupdict())
         elif m := _HEAD.match(line):
-            segment.head = m["head"]
+            run.head = m["head"]
         elif m := _NOTE.match(line):
-            segment.notes.append(m["note"])
-        elif (m := _PATCH.search(line)) and m.groupdict() not in segment.patches:
-            segment.patches.append(m.groupdict())  # every rank logs them
-    return segment
-
-
-@dataclass(frozen=True)
-class SideResult:
-    """One side, over all of its segments."""
-
-    intervals: list[Interval]
-    """Iteration 1, then every ``--log-interval``."""
-    tokens_per_second: float
-    """From the median time of an iteration."""
-    tokens_per_second_quartiles: tuple[float, float]
-    tokens_per_second_of_segments: list[float]
-    peak_bytes: int
-    """Sum over ranks of each rank's peak."""
-    peak_bytes_of_ranks: list[int]
+            run.notes.append(m["note"])
+        elif (m := _PATCH.search(line)) and m.groupdict() not in run.patches:
+            run.patches.append(m.groupdict())  # every rank logs them
+    return run
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Both sides, and what lies between them."""
 
-    stock: SideResult
-    accel: SideResult
+    stock: Run
+    accel: Run
+    ratio: Ratio
+    """Times of stock over times of accel."""
+    tokens_per_iteration: int
+
+    @property
+    def sides(self) -> dict[str, Run]:
+        return {"stock": self.stock, "accel": self.accel}
 
     @property
     def iterations(self) -> list[int]:
@@ -115,85 +100,49 @@ class Comparison:
         return max(map(abs, self.differences))
 
     @property
-    def speedup(self) -> float:
-        return self.accel.tokens_per_second / self.stock.tokens_per_second
-
-    @property
-    def unrest(self) -> float:
-        """How far apart the segments of one side are in speed, as a fraction; the larger of both
-        sides.
-
-        They do the same work, so a difference comes from the machine, and the speed-up is no more
-        certain than this.
-        """
-        sides = (self.stock.tokens_per_second_of_segments, self.accel.tokens_per_second_of_segments)
-        return max(max(rates) / min(rates) - 1 for rates in sides)
+    def tokens_per_second(self) -> dict[str, float]:
+        """From the median step of each side."""
+        accel, stock = (self.tokens_per_iteration / s for s in self.ratio.step_seconds)
+        return {"stock": stock, "accel": accel}
 
     def to_json(self) -> dict[str, Any]:
-        sides = {"stock": self.stock, "accel": self.accel}
         return {
             "max_loss_difference": self.max_loss_difference,
-            "tokens_per_second": {n: s.tokens_per_second for n, s in sides.items()},
-            "tokens_per_second_quartiles": {
-                n: list(s.tokens_per_second_quartiles) for n, s in sides.items()
+            "tokens_per_second": self.tokens_per_second,
+            "speedup": self.ratio.median,
+            "speedup_quartiles": list(self.ratio.quartiles),
+            "speedup_spread": self.ratio.spread,
+            "num_turns": self.ratio.num_turns,
+            # Each rank's peak, summed over ranks.
+            "peak_memory_bytes": {n: sum(r.peak_bytes.values()) for n, r in self.sides.items()},
+            "peak_memory_bytes_of_ranks": {
+                n: [r.peak_bytes[rank] for rank in sorted(r.peak_bytes)]
+                for n, r in self.sides.items()
             },
-            "tokens_per_second_of_segments": {
-                n: s.tokens_per_second_of_segments for n, s in sides.items()
-            },
-            "speedup": self.speedup,
-            "unrest": self.unrest,
-            "peak_memory_bytes": {n: s.peak_bytes for n, s in sides.items()},
-            "peak_memory_bytes_of_ranks": {n: s.peak_bytes_of_ranks for n, s in sides.items()},
             "losses": {
                 "iteration": self.iterations,
-                **{n: [i.loss for i in s.intervals] for n, s in sides.items()},
+                **{n: [i.loss for i in r.intervals] for n, r in self.sides.items()},
                 "difference": self.differences,
             },
         }
 
 
-def compare(
-    stock: Sequence[Segment], accel: Sequence[Segment], tokens_per_iteration: int
-) -> Comparison:
-    """Put the segments of both sides together.
+def compare(stock: Run, accel: Run, tokens_per_iteration: int, turn_steps: int) -> Comparison:
+    """Put both sides together.
 
     Args:
-        stock: its segments in the order of training, each with three logged lines or more.
-        accel: likewise.
         tokens_per_iteration: global batch size times sequence length.
+        turn_steps: iterations that one side trained before it handed over.
 
     Raises:
-        ValueError: the sides did not log the same iterations, or a loss is not a finite number.
+        ValueError: the sides did not log the same iterations, a loss is not a finite number, or there
+            are too few turns.
     """
-    result = Comparison(_side(stock, tokens_per_iteration), _side(accel, tokens_per_iteration))
-    logged = [i.iteration for i in result.accel.intervals]
+    ratio = compare_turns(accel.seconds, stock.seconds, turn_steps)
+    result = Comparison(stock, accel, ratio, tokens_per_iteration)
+    logged = [i.iteration for i in accel.intervals]
     if logged != result.iterations:
         raise ValueError(f"the sides logged other iterations: {result.iterations} and {logged}")
     if not all(map(math.isfinite, result.differences)):
         raise ValueError("a loss is not a finite number")
     return result
-
-
-def _side(segments: Sequence[Segment], tokens_per_iteration: int) -> SideResult:
-    # Of each launch Megatron logs the first iteration by itself; that line and the rest of its
-    # interval hold the warm-up: first touch of memory, oneDNN's choice of kernels.
-    times = [[i.milliseconds for i in s.intervals[2:]] for s in segments]
-    if not times or not all(times):
-        raise ValueError("each segment needs three logged lines or more")
-
-    def rate(milliseconds: float) -> float:
-        return tokens_per_iteration * 1000 / milliseconds
-
-    all_times = [t for of_segment in times for t in of_segment]
-    enough = len(all_times) > 1
-    quartiles = statistics.quantiles(all_times, method="inclusive") if enough else all_times * 3
-    ranks = sorted({rank for s in segments for rank in s.peak_bytes})
-    peaks = [max(s.peak_bytes.get(rank, 0) for s in segments) for rank in ranks]
-    return SideResult(
-        intervals=[*segments[0].intervals, *(i for s in segments[1:] for i in s.intervals[1:])],
-        tokens_per_second=rate(statistics.median(all_times)),
-        tokens_per_second_quartiles=(rate(quartiles[2]), rate(quartiles[0])),
-        tokens_per_second_of_segments=[rate(statistics.median(t)) for t in times],
-        peak_bytes=sum(peaks),
-        peak_bytes_of_ranks=peaks,
-    )

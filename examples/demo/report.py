@@ -16,7 +16,7 @@ from rich.table import Table
 __all__ = ["line_chart", "print_report", "to_html"]
 
 _MIB = 1024 * 1024
-_CALM = 0.1  # equal segments that differ by more say that other programs took the processor
+_CALM = 0.1  # pairs of turns that differ by more say that other programs took the processor
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
@@ -45,6 +45,7 @@ def _figures(report: dict[str, Any]) -> list[tuple[str, tuple[str, str, str]]]:
     """Name, stock, accel, and what lies between them."""
     rate, memory = report["tokens_per_second"], report["peak_memory_bytes"]
     losses = report["losses"]
+    low, high = report["speedup_quartiles"]
     return [
         (
             "last logged loss",
@@ -59,12 +60,8 @@ def _figures(report: dict[str, Any]) -> list[tuple[str, tuple[str, str, str]]]:
             (f"{rate['stock']:,.0f}", f"{rate['accel']:,.0f}", f"{report['speedup']:.2f} times"),
         ),
         (
-            "of each segment",
-            (
-                _each(report["tokens_per_second_of_segments"]["stock"]),
-                _each(report["tokens_per_second_of_segments"]["accel"]),
-                f"up to {report['unrest']:.0%} apart{_caution(report['unrest'])}",
-            ),
+            "middle half of the turns",
+            ("", "", f"{low:.2f} to {high:.2f} times{_caution(report['speedup_spread'])}"),
         ),
         (
             "peak memory, sum of ranks",
@@ -77,12 +74,8 @@ def _figures(report: dict[str, Any]) -> list[tuple[str, tuple[str, str, str]]]:
     ]
 
 
-def _each(rates: Sequence[float]) -> str:
-    return ", ".join(f"{rate:,.0f}" for rate in rates)
-
-
-def _caution(unrest: float) -> str:
-    busy = unrest > _CALM
+def _caution(spread: float) -> str:
+    busy = spread > _CALM
     return ": the machine was not at rest, do not trust the ratio" if busy else ""
 
 
@@ -150,7 +143,7 @@ def _tiles(report: dict[str, Any]) -> str:
         (f"{report['max_loss_difference']:.4f}", "largest difference from stock"),
         (
             f"{report['speedup']:.2f}&#215;",
-            f"tokens per second against stock{_caution(report['unrest'])}",
+            f"tokens per second against stock{_caution(report['speedup_spread'])}",
         ),
         (f"{memory['accel'] / memory['stock'] - 1:+.1%}", "peak memory against stock"),
     )

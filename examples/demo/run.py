@@ -2,9 +2,9 @@
 
     python examples/demo/run.py [--quick]
 
-Two ranks on the CPU, tensor parallelism 2 with sequence parallelism, bf16. The sides take turns in
-segments (stock, accel, accel, stock), each resuming from its own checkpoint. Everything ends up in
-``runs/demo/``: ``report.html``, ``report.json``, the logs and the checkpoints.
+Two ranks on the CPU, tensor parallelism 2 with sequence parallelism, bf16. Both sides are alive at
+the same time and take turns every few iterations. Everything ends up in ``runs/demo/``:
+``report.html``, ``report.json``, the logs and the checkpoints.
 """
 
 from __future__ import annotations
@@ -15,22 +15,36 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import corpus
 from corpus import Corpus
-from measure import Comparison, Segment, compare, parse
+from measure import Comparison, Run, compare, parse
 from report import print_report, to_html
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from training import ORDER, QUICK, RANKS, REPOSITORY, SIDES, LaunchError, Plan, Side, launch
+from training import (
+    QUICK,
+    RANKS,
+    REPOSITORY,
+    SIDES,
+    LaunchError,
+    Plan,
+    Side,
+    launch,
+    launch_both,
+    turn_flags,
+)
 
 RUNS = REPOSITORY / "runs" / "demo"
-OURS = ("stock", "accel", "logs", "index", "generation", "report.html", "report.json")
+OURS = ("stock", "accel", "turns", "logs", "index", "generation", "report.html", "report.json")
 """What a run replaces in ``RUNS``; whatever else lies there stays."""
 
 PROMPTS = ("def __init__(self", "class Test", "    def test_")
@@ -40,19 +54,10 @@ CPU_FEATURES = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "s
 """Those that decide how fast matrix products are."""
 
 
-def train(plan: Plan, data: Corpus, folder: Path, console: Console) -> dict[str, list[Segment]]:
-    """All segments in :data:`ORDER`; side -> its segments."""
-    segments: dict[str, list[Segment]] = {name: [] for name in SIDES}
-    for n, name in enumerate(ORDER, start=1):
-        log = folder / "logs" / f"{n}-{name}.log"
-        segments[name].append(_train_segment(plan, SIDES[name], data, folder, log, console))
-    return segments
-
-
-def _train_segment(
-    plan: Plan, side: Side, data: Corpus, folder: Path, log: Path, console: Console
-) -> Segment:
-    flags = plan.training_flags(data, folder / side.name, folder / "index")
+def train(plan: Plan, data: Corpus, folder: Path, console: Console) -> dict[str, Run]:
+    """Both sides at once, in turns; side -> what it logged."""
+    turns = folder / "turns"
+    turns.mkdir()
     columns = (
         TextColumn("{task.description:<6}"),
         BarColumn(),
@@ -60,23 +65,43 @@ def _train_segment(
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task(side.name, total=plan.iterations, loss="starting")
-
-        def show(line: str) -> None:
-            for interval in parse([line]).intervals:
-                progress.update(bar, completed=interval.iteration, loss=f"loss {interval.loss:.3f}")
-
-        script = REPOSITORY / "examples" / "pretrain_gpt.py"
-        seconds = launch(script, [*flags, *side.flags], log, ranks=RANKS, on_line=show)
-    segment = parse(log.read_text().splitlines())
-    if not console.is_terminal and segment.intervals:
-        last = segment.intervals[-1]
-        console.print(
-            f"{side.name}: iteration {last.iteration} of {plan.iterations}, loss {last.loss:.3f} "
-            f"({seconds:.0f} s)",
-            highlight=False,
+        launch_both(
+            [partial(_train_side, plan, side, data, folder, progress) for side in SIDES.values()]
         )
-    return segment
+    runs = {}
+    for name in SIDES:
+        runs[name] = parse((folder / "logs" / f"{name}.log").read_text().splitlines())
+        runs[name].seconds = json.loads((turns / f"{name}.json").read_text())
+        if not console.is_terminal and runs[name].intervals:
+            last = runs[name].intervals[-1]
+            console.print(
+                f"{name}: iteration {last.iteration}, loss {last.loss:.3f}", highlight=False
+            )
+    return runs
+
+
+def _train_side(
+    plan: Plan,
+    side: Side,
+    data: Corpus,
+    folder: Path,
+    progress: Progress,
+    on_start: Callable[[subprocess.Popen[str]], None],
+) -> None:
+    bar = progress.add_task(side.name, total=plan.iterations, loss="starting")
+
+    def show(line: str) -> None:
+        for interval in parse([line]).intervals:
+            progress.update(bar, completed=interval.iteration, loss=f"loss {interval.loss:.3f}")
+
+    flags = [
+        *turn_flags(side.name, folder / "turns", plan.turn_steps),
+        *plan.training_flags(data, folder / side.name, folder / "index" / side.name),
+        *side.flags,
+    ]
+    script = REPOSITORY / "examples" / "take_turns.py"
+    log = folder / "logs" / f"{side.name}.log"
+    launch(script, flags, log, ranks=RANKS, on_line=show, on_start=on_start)
 
 
 def generate(plan: Plan, data: Corpus, folder: Path) -> list[str]:
@@ -92,7 +117,7 @@ def generate(plan: Plan, data: Corpus, folder: Path) -> list[str]:
         *("--texts", str(work / "texts.json")),
     ]
     script = Path(__file__).with_name("generate.py")
-    launch(script, flags, folder / "logs" / "5-generate.log", ranks=1, threads=RANKS)
+    launch(script, flags, folder / "logs" / "generate.log", ranks=1, threads=RANKS)
     texts: list[str] = json.loads((work / "texts.json").read_text())
     return texts
 
@@ -100,22 +125,21 @@ def generate(plan: Plan, data: Corpus, folder: Path) -> list[str]:
 def make_report(
     plan: Plan,
     data: Corpus,
-    segments: dict[str, list[Segment]],
+    runs: dict[str, Run],
     result: Comparison,
     samples: list[str],
 ) -> dict[str, Any]:
     """The content of ``report.json``: plain types only."""
-    last = {name: of_side[-1] for name, of_side in segments.items()}
     return {
         **result.to_json(),
-        "features": {name: segment.features for name, segment in last.items()},
-        "patches": last["accel"].patches,
-        "notes": last["accel"].notes,
+        "features": {name: run.features for name, run in runs.items()},
+        "patches": runs["accel"].patches,
+        "notes": runs["accel"].notes,
         "samples": samples,
         "plan": asdict(plan),
         "corpus": data.manifest,
         "method": method(plan, data),
-        "machine": {"accel start-up": last["accel"].head, **machine()},
+        "machine": {"accel start-up": runs["accel"].head, **machine()},
     }
 
 
@@ -124,7 +148,8 @@ def method(plan: Plan, data: Corpus) -> list[str]:
     stock, accel = SIDES["stock"], SIDES["accel"]
     return [
         f"stock: {stock.what} ({' '.join(stock.flags)}).",
-        "stock has --accel-norm because without Apex or Transformer Engine Megatron refuses "
+        "stock has --no-gradient-accumulation-fusion because without Apex Megatron demands it, and "
+        "--accel-norm because without Apex or Transformer Engine Megatron refuses "
         "--sequence-parallel; it runs torch's own RMSNorm, with stock numerics.",
         "stock has --accel-host-bf16-gemm as well, because on CPUs without bf16 instructions ATen's "
         "bf16 product is about a hundred times slower than its fp32 product, and the comparison "
@@ -135,12 +160,13 @@ def method(plan: Plan, data: Corpus) -> list[str]:
         f"sequences of {plan.seq_length}, {plan.tokens_per_iteration} tokens for each iteration.",
         f"Parallel: {RANKS} ranks, tensor parallelism {RANKS}, --sequence-parallel, "
         "bf16, one thread for each rank.",
-        f"Order: {', '.join(ORDER)}, {plan.segment} iterations each, resumed from checkpoints; the "
-        "same seed, hence the same initial weights and the same data in the same order.",
+        "Order: both sides run at the same time and take turns: while one trains "
+        f"{plan.turn_steps} iterations the other sleeps. The same seed, hence the same initial weights "
+        "and the same data in the same order.",
         f"Loss: Megatron's log, mean over {plan.log_interval} iterations; the first line is iteration "
         "1 alone. The kernels round differently, and training amplifies rounding.",
-        "Tokens per second: from the median of Megatron's 'elapsed time per iteration', without "
-        "the first logged interval of each segment.",
+        "Tokens per second: from the median time of a training step, between two barriers, without "
+        "the first two turns. The ratio is the median over pairs of neighbouring turns.",
         "Peak memory: the largest 'max allocated' that Megatron logged for each rank, summed over "
         "ranks.",
         f"Data: {data}.",
@@ -197,10 +223,11 @@ def demo(plan: Plan, folder: Path, console: Console) -> None:
     data = corpus.build(corpus.Recipe.of_this_python())
     console.print(f"{data}\n", highlight=False)
     clear(folder)
-    segments = train(plan, data, folder, console)
-    result = compare(segments["stock"], segments["accel"], plan.tokens_per_iteration)
+    runs = train(plan, data, folder, console)
+    tokens = plan.tokens_per_iteration
+    result = compare(runs["stock"], runs["accel"], tokens, plan.turn_steps)
     samples = generate(plan, data, folder)
-    report = make_report(plan, data, segments, result, samples)
+    report = make_report(plan, data, runs, result, samples)
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     (folder / "report.html").write_text(to_html(report))
     console.print()

@@ -1,10 +1,7 @@
-"""How the demo trains: one plan, two sides, one command line for each launch.
+"""How the demo trains: one plan, two sides, one command line for each.
 
-Both sides run the same ordinary script, ``examples/pretrain_gpt.py``, and differ in accel's own
-flags only. A launch trains one segment: it resumes from the side's checkpoint, if there is one, and
-stops after ``Plan.segment`` further iterations (``--exit-interval``). Learning rate and data follow
-from ``--train-iters``, which is the same in every launch, so a run in segments is the run in one
-piece.
+Both sides run the same ordinary script, ``examples/pretrain_gpt.py``, at the same time and take turns
+every few iterations (``examples/take_turns.py``), so that both meet the same machine.
 """
 
 from __future__ import annotations
@@ -14,13 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 from corpus import Corpus
 
 __all__ = [
-    "ORDER",
     "QUICK",
     "RANKS",
     "REPOSITORY",
@@ -29,6 +26,8 @@ __all__ = [
     "Plan",
     "Side",
     "launch",
+    "launch_both",
+    "turn_flags",
 ]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -50,14 +49,14 @@ class Side:
 SIDES = {
     "stock": Side(
         "stock",
-        ("--accel-preset", "off", "--accel-norm", "--accel-host-bf16-gemm"),
+        (
+            *("--accel-preset", "off", "--accel-norm", "--accel-host-bf16-gemm"),
+            "--no-gradient-accumulation-fusion",
+        ),
         "stock Megatron-LM on accel's device runtime: only what makes it run here at all",
     ),
     "accel": Side("accel", (), "import accel.megatron_adaptor, nothing else (preset fast)"),
 }
-
-ORDER = ("stock", "accel", "accel", "stock")
-"""A machine that slows down or speeds up during the demo does so for both sides alike."""
 
 
 @dataclass(frozen=True)
@@ -73,22 +72,11 @@ class Plan:
     batch_size: int = 4
     """Sequences for each iteration, all in one micro-batch."""
     iterations: int = 440
+    turn_steps: int = 5
+    """Iterations that one side trains before it hands over."""
     log_interval: int = 10
-    """Iterations for each logged loss and time; Megatron logs the mean over them."""
+    """Iterations for each logged loss; Megatron logs the mean over them."""
     learning_rate: float = 2e-3
-
-    def __post_init__(self) -> None:
-        if self.iterations % (2 * self.log_interval) or self.iterations < 4 * self.log_interval:
-            raise ValueError(
-                f"iterations={self.iterations}: each side trains two segments of at least two logged "
-                f"intervals each; use a multiple of {2 * self.log_interval}, "
-                f"{4 * self.log_interval} or more"
-            )
-
-    @property
-    def segment(self) -> int:
-        """Iterations of one launch."""
-        return self.iterations // 2
 
     @property
     def tokens_per_iteration(self) -> int:
@@ -119,7 +107,7 @@ class Plan:
         ]
 
     def training_flags(self, corpus: Corpus, checkpoints: Path, index: Path) -> list[str]:
-        """What is trained on what, and for how long; the same in every launch of one side."""
+        """What is trained on what, and for how long."""
         return [
             *self.model_flags(corpus),
             *("--tensor-model-parallel-size", str(RANKS)),
@@ -131,7 +119,6 @@ class Plan:
             *("--eval-interval", str(self.iterations)),  # not used, but divided by
             *("--global-batch-size", str(self.batch_size)),
             *("--train-iters", str(self.iterations)),
-            *("--exit-interval", str(self.segment)),
             *("--lr", str(self.learning_rate)),
             *("--min-lr", str(self.learning_rate / 10)),
             *("--lr-decay-style", "cosine"),
@@ -140,14 +127,15 @@ class Plan:
             *("--adam-beta2", "0.95"),
             *("--clip-grad", "1.0"),
             *("--save", str(checkpoints)),
-            *("--save-interval", str(self.segment)),
-            *("--load", str(checkpoints)),
+            *("--save-interval", str(self.iterations)),
             *("--log-interval", str(self.log_interval)),
             *("--log-memory-interval", str(self.log_interval)),
         ]
 
 
-QUICK = Plan(num_layers=2, hidden_size=64, ffn_hidden_size=128, iterations=16, log_interval=2)
+QUICK = Plan(
+    num_layers=2, hidden_size=64, ffn_hidden_size=128, iterations=20, turn_steps=2, log_interval=2
+)
 """Shows that everything works, in a minute; learns nothing."""
 
 
@@ -163,6 +151,7 @@ def launch(
     ranks: int,
     threads: int = 1,
     on_line: Callable[[str], None] = lambda line: None,
+    on_start: Callable[[subprocess.Popen[str]], None] = lambda process: None,
 ) -> float:
     """Run ``script`` under torchrun, with everything it prints in the file ``log``.
 
@@ -170,6 +159,7 @@ def launch(
         ranks: number of processes.
         threads: of each process.
         on_line: is given every line as soon as it is printed.
+        on_start: is given the process, to end it early.
 
     Returns:
         Wall-clock time in seconds, start of the processes included.
@@ -201,6 +191,7 @@ def launch(
             errors="replace",
         ) as process,
     ):
+        on_start(process)
         try:
             assert process.stdout is not None
             for line in process.stdout:
@@ -212,6 +203,35 @@ def launch(
     if process.returncode != 0:
         raise LaunchError(_failure(log, process.returncode))
     return time.monotonic() - start
+
+
+def turn_flags(side: str, folder: Path, steps: int) -> list[str]:
+    """Of ``examples/take_turns.py``: "stock" and "accel" take turns in ``folder``; stock starts."""
+    names = list(SIDES)
+    other = names[1 - names.index(side)]
+    first = ["--first"] if side == names[0] else []
+    sides = ["--side", side, "--other", other, *first]
+    return ["--turns", str(folder), *sides, "--turn-steps", str(steps)]
+
+
+def launch_both(
+    starts: Sequence[Callable[[Callable[[subprocess.Popen[str]], None]], object]],
+) -> None:
+    """Run several launches at once; the first that fails ends the others, and its error is raised.
+
+    Args:
+        starts: each calls :func:`launch` with the ``on_start`` that it is given.
+    """
+    running: list[subprocess.Popen[str]] = []
+    with ThreadPoolExecutor(len(starts)) as pool:
+        futures = [pool.submit(start, running.append) for start in starts]
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except BaseException:
+            for process in running:
+                process.terminate()
+            raise
 
 
 def _failure(log: Path, status: int, num_lines: int = 30) -> str:
