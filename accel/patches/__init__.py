@@ -12,6 +12,7 @@ from accel.patches import (
     fused_weight_gradient,
     gradient_accumulation_fusion,
     host_bf16_gemm,
+    host_half_collectives,
     local_spec,
     masked_softmax_fusion,
     norm,
@@ -32,4 +33,5 @@ FEATURES: tuple[Feature, ...] = (
     fused_norm.FEATURE,
     fused_weight_gradient.FEATURE,
     host_bf16_gemm.FEATURE,
+    host_half_collectives.FEATURE,
 )

@@ -26,7 +26,7 @@ import torch
 
 from accel.ops import _native
 
-__all__ = ["Case", "main", "run", "verdict"]
+__all__ = ["Case", "main", "print_report", "run", "verdict"]
 
 CHECKOUT = Path(__file__).parent.parent.parent
 
@@ -115,9 +115,14 @@ def main(name: str, cases: Callable[[bool], Iterable[Case]], argv: list[str] | N
             )
             return 1
         rows += _rows(case, _time_sides(case, num_rounds=7 if args.quick else 31))
-    report = {"name": name, "commit": _commit(), "machine": _machine(), "rows": rows}
-    print(json.dumps(report, indent=2) if args.json else _table(report))
+    print_report(name, rows, as_json=args.json)
     return 0
+
+
+def print_report(name: str, rows: list[dict], *, as_json: bool) -> None:
+    """What a benchmark prints: its rows with the commit and the machine, as JSON or as a table."""
+    report = {"name": name, "commit": _commit(), "machine": _machine(), "rows": rows}
+    print(json.dumps(report, indent=2) if as_json else _table(report))
 
 
 def _run_child(name: str, argv: list[str]) -> int:
@@ -304,7 +309,7 @@ def _table(report: Mapping) -> str:
         peers = "".join(f"  {side} {value:9.4g}" for side, value in row["peers"].items())
         limit = "" if row["limit"] is None else f"  limit {row['limit']:9.4g}"
         lines.append(
-            f"{row['case']:34} {row['unit']:>7} ({row['better']} is better)"
+            f"{row['case']:34} {row['metric']} ({row['unit']}, {row['better']} is better):"
             f"  {OURS} {row['ours']:9.4g}{peers}{limit}{verdict(row)}"
         )
     lines += ["", *dict.fromkeys(f"{row['case']}: {row['method']}" for row in report["rows"])]

@@ -92,6 +92,35 @@ def test_coalescing_manager(async_op: bool) -> None:
     assert total.tolist() == [10, 12, 14]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.distributed(world_size=3)
+def test_half_sums_are_rounded_once_under_preset_fast(dtype: torch.dtype) -> None:
+    """`host_half_collectives`: the fp32 sum of the ranks in order, rounded; the same on every rank."""
+    import accel
+
+    generator = torch.Generator().manual_seed(3)
+    operands = torch.randn(3, 6, 50, generator=generator).to(dtype)
+    exact = operands.float().sum(0).to(dtype)
+    rank = dist.get_rank()
+    accel.enable(preset="fast")
+    try:
+        x = operands[rank].clone().cuda()
+        work = dist.all_reduce(x, async_op=True)
+        work.wait()
+        assert torch.equal(x.cpu(), exact)
+        part = torch.empty(2, 50, dtype=dtype, device="cuda")
+        dist.reduce_scatter_tensor(part, operands[rank].cuda())
+        assert torch.equal(part.cpu(), exact.chunk(3)[rank])
+        with dist.distributed_c10d._coalescing_manager() as _:
+            dist.reduce_scatter_tensor(part.zero_(), operands[rank].cuda())
+        assert torch.equal(part.cpu(), exact.chunk(3)[rank])
+        largest = operands[rank].clone().cuda()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)  # no sum: gloo's
+        assert torch.equal(largest.cpu(), operands.amax(0))
+    finally:
+        accel.disable()
+
+
 @pytest.mark.distributed(world_size=2)
 def test_average_and_empty() -> None:
     x = mine(2, torch.float32)

@@ -33,6 +33,35 @@ _COALESCED: list[list[Any]] = []
 """Work lists of the coalescing managers that are open, innermost last."""
 
 
+MAX_GATHERED = 4
+"""Up to that many ranks an all-reduce that sums here sends the whole tensor to each of them."""
+
+
+def sums_here(tensor: torch.Tensor, op: Any) -> bool:
+    """Whether a reduction moves its operands as they are and sums them on arrival, instead of letting
+    gloo sum. No; the feature ``host_half_collectives`` says yes for 16-bit sums."""
+    return False
+
+
+def _exchange_and_sum(output: torch.Tensor, input: torch.Tensor, group: Any) -> UnevenWork:
+    """reduce-scatter: every rank gets all operands of its own shard, sums in fp32 in the order of
+    ranks, and rounds once."""
+    operands_RN = input.new_empty((dist.get_world_size(group), output.numel()))
+    work = dist.all_to_all_single(operands_RN.view(-1), input, group=group, async_op=True)
+    return UnevenWork(work, lambda: _sum_rows(operands_RN, output))
+
+
+def _repeat_and_sum(tensor: torch.Tensor, group: Any) -> UnevenWork:
+    """all-reduce of a few ranks: as above, of the whole tensor on each; the same bits everywhere."""
+    repeated_RN = tensor.reshape(1, -1).expand(dist.get_world_size(group), -1)
+    return _exchange_and_sum(tensor, repeated_RN.reshape(-1), group)
+
+
+def _sum_rows(operands_RN: torch.Tensor, output: torch.Tensor) -> None:
+    with torch.no_grad():
+        output.copy_(operands_RN.sum(0, dtype=torch.float32).view_as(output))
+
+
 def init_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init_on_gloo(backend: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -64,6 +93,8 @@ def all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_reduce_(
         tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
+        if _on_gloo(group) and sums_here(tensor, op) and dist.get_world_size(group) <= MAX_GATHERED:
+            return _issued(_repeat_and_sum(tensor, group), async_op)
         return _issued(original(tensor, op, group, _async(async_op)), async_op)
 
     return all_reduce_
@@ -95,6 +126,8 @@ def reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if _on_gloo(group):
             output, input = _flat(output), _flat(input)
+            if sums_here(input, op):
+                return _issued(_exchange_and_sum(output, input, group), async_op)
         return _issued(original(output, input, op, group, _async(async_op)), async_op)
 
     return reduce_scatter_

@@ -1,0 +1,233 @@
+"""A whole training step on the CPU: Megatron-LM with accel's preset fast beside stock Megatron-LM.
+
+Both sides run examples/pretrain_gpt.py at the same time and take turns every few steps
+(`accel.testing.turns`); the ratio is the median over pairs of neighbouring turns. Stock is preset off
+(what lets Megatron run here at all), with `--no-gradient-accumulation-fusion`, which Megatron demands
+without Apex, and, where it shards sequences, `--accel-norm`, without which it refuses. Both sides have
+the allocator of glibc as it is; the last case adds `--accel-host-page-reuse` to ours alone.
+
+Limit: the tokens per second if the step were nothing but its matrix products, which a profile of two
+further steps gives, together with the share of attention and the rest. Not compared: the data (mock,
+the same on both sides), other numbers of threads.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accel.testing import bench
+from accel.testing.turns import compare_turns
+
+sys.path.insert(0, str(bench.CHECKOUT / "examples" / "demo"))
+from measure import Run, parse
+from training import REPOSITORY, launch, launch_both, turn_flags
+
+OURS, STOCK = "accel", "stock"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and how it is trained."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    seq_length: int
+    micro_batch_size: int
+    vocab_size: int
+    ranks: int
+    threads: int
+    """Of each rank."""
+    min_speedup: float | None
+    steps: int = 24
+    turn_steps: int = 2
+    flags: tuple[str, ...] = ()
+    stock_flags: tuple[str, ...] = ()
+    our_flags: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return self.seq_length * self.micro_batch_size
+
+    def megatron_flags(self) -> list[str]:
+        values = {
+            "num-layers": self.num_layers,
+            "hidden-size": self.hidden_size,
+            "ffn-hidden-size": self.ffn_hidden_size,
+            "num-attention-heads": self.num_heads,
+            "num-query-groups": self.num_kv_heads,
+            "seq-length": self.seq_length,
+            "max-position-embeddings": self.seq_length,
+            "micro-batch-size": self.micro_batch_size,
+            "global-batch-size": self.micro_batch_size,
+            "vocab-size": self.vocab_size,
+            "make-vocab-size-divisible-by": 64,
+            "tensor-model-parallel-size": self.ranks,
+            "train-iters": self.steps,
+            "normalization": "RMSNorm",
+            "position-embedding-type": "rope",
+            "attention-dropout": 0,
+            "hidden-dropout": 0,
+            "tokenizer-type": "NullTokenizer",
+            "split": "100,0,0",
+            "eval-iters": 0,
+            "eval-interval": 1000,
+            "lr": 1e-3,
+            "clip-grad": 1.0,
+            "log-interval": 1,
+            "log-memory-interval": self.steps - 2,
+        }
+        flags = [part for name, value in values.items() for part in (f"--{name}", str(value))]
+        switches = ["group-query-attention", "swiglu", "disable-bias-linear", "bf16", "mock-data"]
+        return [*flags, *(f"--{name}" for name in switches), *self.flags]
+
+
+DEMO = Shape(
+    "demo: 2 layers, hidden 192, TP 2",
+    *(2, 192, 512, 4, 2),
+    seq_length=256,
+    micro_batch_size=4,
+    vocab_size=2047,  # 2048 with the tokenizer's own
+    ranks=2,
+    threads=1,
+    min_speedup=1.6,
+    steps=100,
+    turn_steps=5,
+    flags=("--sequence-parallel",),
+    stock_flags=("--accel-norm",),
+)
+SECOND = Shape(
+    "4 layers, hidden 1024, sequence 1024",
+    *(4, 1024, 2816, 16, 4),
+    seq_length=1024,
+    micro_batch_size=1,
+    vocab_size=31999,
+    ranks=1,
+    threads=2,
+    min_speedup=1.4,
+    flags=("--untie-embeddings-and-output-weights",),
+)
+SHAPES = (
+    DEMO,
+    SECOND,
+    replace(SECOND, name=f"{SECOND.name}, pages reused", min_speedup=None, our_flags=()),
+)
+QUICK = replace(DEMO, name="demo, a few steps", steps=12, turn_steps=2, min_speedup=None)
+
+KINDS = {
+    "matrix products": (
+        "aten::mm",
+        "aten::addmm",
+        "accel::gemm_",
+        "accel::linear_",
+        "accel::grouped",
+    ),
+    "attention": (
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::_softmax",
+        "aten::masked_fill",
+        "accel::attention",
+    ),
+    "communication": ("c10d::", "gloo:", "record_param_comms"),
+}
+"""Kind of work -> how the profiler's names of its operators begin. All else is "other"."""
+
+
+def train(shape: Shape, folder: Path) -> dict[str, Run]:
+    """Both sides, in turns; side -> what it logged, with the seconds of its steps."""
+    extra = {
+        STOCK: ["--accel-preset", "off", "--no-gradient-accumulation-fusion", *shape.stock_flags],
+        OURS: list(shape.our_flags),
+    }
+
+    def start(side: str, on_start: Any) -> None:
+        flags = [
+            *turn_flags(side, folder, shape.turn_steps),
+            *("--profile-steps", "2"),
+            *shape.megatron_flags(),
+            *extra[side],
+        ]
+        script, log = REPOSITORY / "examples" / "take_turns.py", folder / f"{side}.log"
+        launch(script, flags, log, ranks=shape.ranks, threads=shape.threads, on_start=on_start)
+
+    launch_both([partial(start, side) for side in extra])
+    runs = {}
+    for side in extra:
+        runs[side] = parse((folder / f"{side}.log").read_text().splitlines())
+        runs[side].seconds = json.loads((folder / f"{side}.json").read_text())[:-2]
+    return runs
+
+
+def by_kind(profile: Path) -> dict[str, float]:
+    """Kind of work -> seconds of one step on rank 0, operators' own time."""
+    seconds = dict.fromkeys([*KINDS, "other"], 0.0)
+    for name, value in json.loads(profile.read_text()).items():
+        kind = next((k for k, starts in KINDS.items() if name.startswith(starts)), "other")
+        seconds[kind] += value
+    return seconds
+
+
+def rows(shape: Shape) -> list[dict]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        runs = train(shape, folder)
+        kinds = {side: by_kind(folder / f"{side}.profile.json") for side in runs}
+    ratio = compare_turns(runs[OURS].seconds, runs[STOCK].seconds, shape.turn_steps)
+    ours, stock = ratio.step_seconds
+    low, high = ratio.quartiles
+    method = (
+        f"{ratio.num_turns} pairs of turns of {shape.turn_steps} steps, {shape.ranks} rank(s) of "
+        f"{shape.threads} thread(s); median ratio {ratio.median:.3f}, middle half {low:.3f} to {high:.3f}"
+    )
+
+    def row(metric: str, unit: str, better: str, values: dict[str, float], **more: Any) -> dict:
+        fixed = {"case": shape.name, "metric": metric, "unit": unit, "better": better}
+        rest = {"limit": None, "target": None, "method": method, **more}
+        return {**fixed, "ours": values[OURS], "peers": {STOCK: values[STOCK]}, **rest}
+
+    peak = {side: sum(run.peak_bytes.values()) / 2**20 for side, run in runs.items()}
+    pairs = zip(runs[OURS].intervals, runs[STOCK].intervals, strict=True)
+    difference = max(abs(a.loss - b.loss) for a, b in pairs)
+    tokens_per_second = {OURS: shape.tokens / ours, STOCK: shape.tokens / stock}
+    target = shape.min_speedup and shape.min_speedup * tokens_per_second[STOCK]
+    bound = shape.tokens / kinds[OURS]["matrix products"]
+    result = [
+        row("tokens per second", "1/s", "higher", tokens_per_second, limit=bound, target=target),
+        row("peak memory", "MiB", "lower", peak, target=0.65 * peak[STOCK]),
+        row("largest loss difference", "nats", "lower", {OURS: difference, STOCK: 0.0}),
+    ]
+    return result + [
+        row(f"time in {kind}", "ms", "lower", {side: 1e3 * kinds[side][kind] for side in kinds})
+        for kind in kinds[OURS]
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m accel bench step")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="a few steps of the small shape")
+    args = parser.parse_args(argv)
+    for name in bench.MALLOC_REUSE:  # which `accel bench` sets for all benchmarks
+        os.environ.pop(name, None)
+    try:
+        all_rows = [row for shape in ((QUICK,) if args.quick else SHAPES) for row in rows(shape)]
+    except (subprocess.SubprocessError, RuntimeError, ValueError) as error:
+        print(f"accel bench step: {error}", file=sys.stderr)
+        return 1
+    bench.print_report("step", all_rows, as_json=args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
