@@ -1,14 +1,14 @@
-# make demo | make test | make check | make bench      each does all its own set-up through make setup
+# make demo | make test | make check | make bench | make docs | make asan      each does all its own set-up through make setup
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
 PY := $(VENV)/bin/python
 # The Megatron versions beside the installed one, for the contract tests.
 OTHER_MEGATRON := 0.17.1 0.18.2
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[!_]*.py))
-RESULTS = benchmarks/results/$(shell uname -m)-$(shell nproc)cpu
+RESULTS = benchmarks/results/$(shell $(PY) -c "from accel.testing.bench import machine_name; print(machine_name())")
 NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/include/accel/*.h) setup.py
 
-.PHONY: setup demo test check format bench clean
+.PHONY: setup demo test check format bench docs asan clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.native $(VENV)/.megatron $(VENV)/.data
@@ -56,11 +56,15 @@ format: $(VENV)/.requirements
 	$(PY) -m ruff format .
 
 bench: setup
-	@mkdir -p $(RESULTS)
-	@for name in $(BENCHMARKS); do \
+	@results=$(RESULTS); mkdir -p $$results; for name in $(BENCHMARKS); do \
 	    echo "benchmark $$name (a minute or two; keep the machine quiet)"; \
-	    $(PY) -m accel bench $$name --json > $(RESULTS)/$$name.tmp || exit 1; \
-	    mv $(RESULTS)/$$name.tmp $(RESULTS)/$$name.json; done
+	    $(PY) -m accel bench $$name --json > $$results/$$name.tmp || exit 1; \
+	    mv $$results/$$name.tmp $$results/$$name.json; done; \
+	$(PY) -m accel.testing.bench $$results
+	$(PY) docs/generate.py
+
+docs: setup
+	$(PY) docs/generate.py
 
 clean:
 	rm -rf build accel.egg-info accel/_C*.so .pytest_cache .mypy_cache .ruff_cache

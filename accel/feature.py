@@ -75,6 +75,8 @@ class Feature:
     """For what is no attribute of a module (a dispatcher kernel, say); returns the function that
     undoes it."""
     devices: tuple[str, ...] = ("cpu", "cuda", "npu")
+    benchmarks: tuple[str, ...] = ()
+    """Names in ``benchmarks/`` whose results belong on its page."""
 
     @property
     def flag(self) -> str:
@@ -82,13 +84,9 @@ class Feature:
 
     @property
     def doc(self) -> str:
-        """The docstring of the module that declares the feature: its page in the docs."""
-        module = (
-            self.patches[0].replacement.partition(":")[0]
-            if self.patches
-            else f"accel.patches.{self.name}"
-        )
-        return inspect.getdoc(sys.modules[module]) or ""
+        """The docstring of the module that declares the feature, ``accel.patches.<name>``: its page
+        in the docs."""
+        return inspect.getdoc(sys.modules.get(f"accel.patches.{self.name}")) or ""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """``examples/pretrain_gpt.py``, step by step in turns with another run of it.
 
     torchrun ... examples/take_turns.py --turns FOLDER --side accel --other stock [--first] \\
-        [--turn-steps 5] [--profile-steps N] <Megatron's flags>
+        [--turn-steps 5] [--profile] <Megatron's flags>
 
 Used by the demo and by ``python -m accel bench step``. Each training step is timed between two
-barriers; the times end up in ``FOLDER/<side>.json``, and those of ``--profile-steps`` more steps by
-kind of work in ``FOLDER/<side>.profile.json``.
+barriers; the times end up in ``FOLDER/<side>.json``. With ``--profile`` the last turn but one is
+profiled on rank 0: seconds of one step for each operator, its own time, in
+``FOLDER/<side>.profile.json``. (Not the last: the side that is done ends its processes meanwhile.)
 """
 
 import accel.megatron_adaptor  # noqa: F401  (the one line)
@@ -32,7 +33,7 @@ def own_options() -> argparse.Namespace:
     parser.add_argument("--other", required=True)
     parser.add_argument("--first", action="store_true")
     parser.add_argument("--turn-steps", type=int, default=5)
-    parser.add_argument("--profile-steps", type=int, default=0)
+    parser.add_argument("--profile", action="store_true")
     options, sys.argv[1:] = parser.parse_known_args()
     return options
 
@@ -43,7 +44,7 @@ def barrier() -> None:
 
 
 def profiled(step, first: int, count: int, path: Path):
-    """`step` whose calls number `first` to `first + count` are profiled, on rank 0."""
+    """`step`, profiled from call number `first` on, `count` times."""
     calls = 0
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
@@ -76,11 +77,10 @@ def main() -> None:
         rank=rank,
     )
     step = training.train_step
-    if options.profile_steps and rank == 0:
+    if options.profile and rank == 0:
         total = int(sys.argv[sys.argv.index("--train-iters") + 1])
-        first = total - options.profile_steps + 1
         path = options.turns / f"{options.side}.profile.json"
-        step = profiled(step, first, options.profile_steps, path)
+        step = profiled(step, total - 2 * options.turn_steps + 1, options.turn_steps, path)
     training.train_step = turns.around(step)
     try:
         runpy.run_path(str(Path(__file__).with_name("pretrain_gpt.py")), run_name="__main__")

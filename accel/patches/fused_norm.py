@@ -33,6 +33,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     requires=("norm",),
+    benchmarks=("rms_norm", "layer_norm"),
     unavailable=_kernel_missing,
     patches=(
         Patch(

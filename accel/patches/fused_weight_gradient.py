@@ -28,6 +28,7 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
+    benchmarks=("gemm_accumulate",),
     requires=("gradient_accumulation_fusion",),
     unavailable=_kernel_missing,
     patches=(

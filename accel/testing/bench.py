@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -26,7 +27,7 @@ import torch
 
 from accel.ops import _native
 
-__all__ = ["Case", "main", "print_report", "run", "verdict"]
+__all__ = ["Case", "is_met", "machine_name", "main", "print_report", "run", "verdict"]
 
 CHECKOUT = Path(__file__).parent.parent.parent
 
@@ -266,6 +267,13 @@ def _spread(seconds: Mapping[str, list[float]]) -> dict[str, tuple[float, float]
     return {side: (cuts[0], cuts[-1]) for side, cuts in fifths.items()}
 
 
+def machine_name() -> str:
+    """The folder of this machine's results, say "amd-epyc-avx512-2cpu"."""
+    isa = "torch" if _native.reason() else _native.isa()
+    words = re.findall(r"[a-z0-9]+", _cpu_model().lower())
+    return "-".join([*words, isa, f"{os.cpu_count()}cpu"])
+
+
 def _machine() -> dict:
     return {
         "cpu": _cpu_model(),
@@ -320,5 +328,20 @@ def verdict(row: Mapping) -> str:
     """The target of a row, and whether it is met; empty where there is none."""
     if row["target"] is None:
         return ""
-    met = row["ours"] <= row["target"] if row["better"] == "lower" else row["ours"] >= row["target"]
-    return f"  target {row['target']:9.4g} {'met' if met else 'FALLS SHORT'}"
+    return f"  target {row['target']:9.4g} {'met' if is_met(row) else 'FALLS SHORT'}"
+
+
+def is_met(row: Mapping) -> bool:
+    """Whether a row that has a target reaches it."""
+    ours, target = row["ours"], row["target"]
+    return ours <= target if row["better"] == "lower" else ours >= target
+
+
+def show_results(folder: Path) -> None:
+    """Print the tables of all results in a folder, as `make bench` does at its end."""
+    for path in sorted(folder.glob("*.json")):
+        print(_table(json.loads(path.read_text())), end="\n\n")
+
+
+if __name__ == "__main__":
+    show_results(Path(sys.argv[1]))

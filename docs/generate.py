@@ -1,0 +1,167 @@
+"""Writes docs/features/*.md and docs/benchmarks.md from the features and from benchmarks/results.
+
+    python docs/generate.py [--check]
+
+`--check` writes nothing and fails where a page is not what this would write (`make test` runs it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from accel.cli.features import describe
+from accel.feature import Feature
+from accel.patches import FEATURES
+from accel.testing.bench import is_met
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+GENERATED = "<!-- Written by docs/generate.py (`make docs`): edit the feature's file instead. -->\n"
+
+
+def pages() -> dict[Path, str]:
+    """Every generated page."""
+    made = {DOCS / "features" / f"{feature.name}.md": feature_page(feature) for feature in FEATURES}
+    made[DOCS / "features" / "README.md"] = overview()
+    made[DOCS / "benchmarks.md"] = benchmarks_page()
+    return made
+
+
+def overview() -> str:
+    rows = [
+        (f"[`{f.name}`]({f.name}.md)", f"`{f.flag}`", f.preset, f.numerics, f.summary)
+        for f in FEATURES
+    ]
+    head = ("feature", "flag", "preset", "against stock", "what it does")
+    return f"{GENERATED}\n# Features\n\n{table(head, rows)}"
+
+
+def feature_page(feature: Feature) -> str:
+    facts = describe(feature)
+    rows = [
+        ("flag", f"`{feature.flag}`, `--no-{feature.flag[2:]}`"),
+        ("in preset", feature.preset),
+        ("against stock Megatron", feature.numerics),
+        ("megatron-core", feature.megatron),
+        ("devices", ", ".join(feature.devices)),
+    ]
+    rows += [("aliases", ", ".join(f"`{a}`" for a in facts["aliases"]))] if facts["aliases"] else []
+    rows += [("needs", ", ".join(f"`{r}`" for r in feature.requires))] if feature.requires else []
+    rows += [(f"not with `{other}`", because) for other, because in feature.conflicts.items()]
+    parts = [
+        GENERATED,
+        f"# `{feature.name}`: {feature.summary}",
+        table(("", ""), rows),
+        feature.doc,
+    ]
+    if feature.patches:
+        patches = [(f"`{p.target}`", p.why) for p in feature.patches]
+        parts += ["## Patches", table(("what is changed", "why"), patches)]
+    measured = [
+        f"{about(report)}\n\n{measurements(report)}"
+        for report in reports()
+        if report["name"] in feature.benchmarks
+    ]
+    if measured:
+        parts += ["## Measured", *measured]
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def benchmarks_page() -> str:
+    parts = [
+        GENERATED,
+        "# Benchmarks",
+        "`make bench` on the machines below; the raw results are in `benchmarks/results`. Sides are "
+        "interleaved in one process on one allocator, with random data; figures are medians. In "
+        "brackets: how many times faster we are than that peer, and which share of the limit we "
+        "reach. The limit is the fastest copy of the same bytes, or torch's own matrix product for "
+        "work that is bound by arithmetic.",
+    ]
+    for report in reports():
+        parts += [f"## {report['name']}", about(report), measurements(report)]
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def reports() -> Iterator[dict]:
+    for path in sorted(RESULTS.glob("*/*.json"), key=lambda p: (p.stem, p.parent.name)):
+        yield json.loads(path.read_text())
+
+
+def about(report: Mapping) -> str:
+    machine = report["machine"]
+    return (
+        f"{machine['cpu']}, {machine['isa']} kernels, {machine['threads']} threads, "
+        f"torch {machine['torch']}, commit {report['commit'][:12]}:"
+    )
+
+
+def measurements(report: Mapping) -> str:
+    """A table; the rate of a time that is shown as well is left out."""
+    rows = [
+        (
+            row["case"],
+            f"{row['metric']}, {row['unit']}",
+            f"**{row['ours']:.4g}**",
+            "; ".join(f"{name} {peer(row, value)}" for name, value in row["peers"].items()),
+            limit(row),
+            target(row),
+        )
+        for row in report["rows"]
+        if row["metric"] not in ("bandwidth", "rate")
+    ]
+    return table(("case", "", "accel", "peers", "limit", "target"), rows)
+
+
+def peer(row: Mapping, value: float) -> str:
+    ours = row["ours"]
+    if not value or not ours or row["metric"].startswith("time in"):
+        return f"{value:.4g}"
+    times = value / ours if row["better"] == "lower" else ours / value
+    return f"{value:.4g} ({times:.2f}x)"
+
+
+def limit(row: Mapping) -> str:
+    if row["limit"] is None:
+        return ""
+    share = row["limit"] / row["ours"] if row["better"] == "lower" else row["ours"] / row["limit"]
+    return f"{row['limit']:.4g} ({share:.0%})"
+
+
+def target(row: Mapping) -> str:
+    if row["target"] is None:
+        return ""
+    return f"{row['target']:.4g} {'met' if is_met(row) else '**falls short**'}"
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if outdated")
+    check = parser.parse_args().check
+    made = pages()
+    stale = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
+    stale += [path for path in (DOCS / "features").glob("*.md") if path not in made]
+    if check:
+        for path in stale:
+            print(f"{path.relative_to(DOCS.parent)} is outdated: run `make docs`", file=sys.stderr)
+        return 1 if stale else 0
+    for path in stale:
+        if path in made:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(made[path])
+        else:
+            path.unlink()
+    print(f"docs: {len(made)} pages, {len(stale)} changed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
