@@ -49,6 +49,9 @@ def native_kernels() -> dict:
     # GCC 12 warns about "uninitialized" values inside its own AVX-512 headers, and about passing
     # vectors between ABIs, which we do not: every function that takes one is inlined.
     warnings = ["-Wall", "-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
+    # `make asan`: every read and write is checked; slow.
+    sanitize = ["-fsanitize=address", "-fno-omit-frame-pointer", "-g1", "-O1"]
+    sanitize = sanitize if os.environ.get("ACCEL_SANITIZE") == "1" else []
     extension = CppExtension(
         "accel._C",
         sources(),
@@ -57,7 +60,15 @@ def native_kernels() -> dict:
         # could bring a second OpenMP runtime, while libtorch_cpu, which we do link, already comes
         # with the right one. No -march: each kernel is compiled for every instruction set and
         # chosen at run time.
-        extra_compile_args=["-O3", "-std=c++20", "-fopenmp", "-fvisibility=hidden", *warnings],
+        extra_compile_args=[
+            "-O3",
+            "-std=c++20",
+            "-fopenmp",
+            "-fvisibility=hidden",
+            *warnings,
+            *sanitize,
+        ],
+        extra_link_args=sanitize[:1],
         py_limited_api=True,  # torch ops and no Python module: one file for all Pythons
     )
     return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildOrSkip}}

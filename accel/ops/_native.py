@@ -5,10 +5,11 @@ library serves every Python version and CPU of one PyTorch minor version (PyTorc
 ABI across them).
 
 `ACCEL_CPU_ISA=baseline|avx2|avx512` chooses the instruction set; unset takes the widest that the
-CPU has.
+CPU has. `ACCEL_NATIVE_LIBRARY=FILE` loads that file instead: `make asan` tests such a build.
 """
 
 import functools
+import os
 from pathlib import Path
 
 import torch
@@ -23,7 +24,8 @@ HOW_TO_BUILD = "build them with `pip install --no-build-isolation .` (needs g++ 
 @functools.cache
 def reason() -> str | None:
     """Why the native kernels are missing, or None once they are loaded (here, if need be)."""
-    libraries = sorted(PACKAGE.glob(LIBRARY_PATTERN))
+    chosen = os.environ.get("ACCEL_NATIVE_LIBRARY")
+    libraries = [Path(chosen)] if chosen else sorted(PACKAGE.glob(LIBRARY_PATTERN))
     if not libraries:
         return f"no native kernels in {PACKAGE} ({LIBRARY_PATTERN}); {HOW_TO_BUILD}"
     try:

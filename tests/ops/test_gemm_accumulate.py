@@ -13,8 +13,9 @@ from tests.ops.contract import LAYOUTS, change_layout
 needs_kernel = pytest.mark.skipif(
     device_reason("cpu") is not None, reason=f"no kernel: {device_reason('cpu')}"
 )
-# The sums of two orders differ by some roundings of the partial sums; K is at most 1100 here.
-ROUNDINGS = 16
+# oneDNN adds up the pairs of a piece of 512 one after the other, torch's fp32 product in blocks. With
+# random signs 256 roundings add up to some 16; where all terms are equal ("expanded"), to all 256.
+RANDOM, WORST = 16, 256
 
 
 def matrices(m: int, n: int, k: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16):
@@ -23,14 +24,14 @@ def matrices(m: int, n: int, k: int, seed: int = 0, dtype: torch.dtype = torch.b
     return torch.randn(m, n, generator=generator), a, b
 
 
-def check(out, a, b) -> None:
+def check(out, a, b, roundings: int = RANDOM) -> None:
     ours, plain = out.clone(), out.clone()
     gemm_accumulate(ours, a, b)
     gemm_accumulate_ref(plain, a, b)
     exact = out.double() + a.double().t() @ b.double()
     terms = out.abs().double() + a.abs().double().t() @ b.abs().double()
     magnitude = terms.max().item() if terms.numel() else 0.0
-    assert_close_to_baseline(ours, plain, exact, magnitude=magnitude, roundings=ROUNDINGS)
+    assert_close_to_baseline(ours, plain, exact, magnitude=magnitude, roundings=roundings)
 
 
 @needs_kernel
@@ -53,7 +54,7 @@ def test_matches_fp64(shape):
 )
 def test_any_shape_and_layout(m, n, k, layouts):
     out, a, b = matrices(m, n, k)
-    check(out, change_layout(a, layouts[0]), change_layout(b, layouts[1]))
+    check(out, change_layout(a, layouts[0]), change_layout(b, layouts[1]), WORST)
 
 
 @needs_kernel
