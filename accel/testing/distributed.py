@@ -87,6 +87,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         pytest.skip(text)
     if outcome != "passed":
         pytest.fail(text, pytrace=False)
+    print(text)
     return True
 
 
@@ -96,6 +97,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         return
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
     row = {"test": report.nodeid, "when": report.when, "outcome": report.outcome, "text": text}
+    row["printed"] = report.capstdout
     with open(Path(os.environ[_REPORTS]) / f"rank{os.environ['RANK']}.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
 
@@ -130,7 +132,8 @@ class Batch:
 
     world_size: int
     outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Test -> ``passed``, ``failed`` or ``skipped``, and the text of the first rank that was not fine."""
+    """Test -> ``passed``, ``failed`` or ``skipped``, and the text of the first rank that was not fine,
+    or what rank 0 printed."""
 
     def run(self, tests: Sequence[str]) -> None:
         """Launch until every test has an outcome."""
@@ -164,7 +167,8 @@ class Batch:
                 rank, row = bad[0]
                 self.outcomes[test] = (row["outcome"], f"rank {rank}: {row['text']}")
             elif sum(row["when"] == "teardown" for _, row in phases) == self.world_size:
-                self.outcomes[test] = ("passed", "")
+                printed = [r["printed"] for rank, r in phases if rank == 0 and r["when"] == "call"]
+                self.outcomes[test] = ("passed", "".join(printed))
 
 
 _AGENT: pytest.StashKey[tuple[str, int]] = pytest.StashKey()
