@@ -211,7 +211,12 @@ def _gradients(ctx: Any, dout: Tensor, _: object) -> tuple[Tensor | None, ...]:
     return (*_backward(dout, *ctx.saved_tensors, *ctx.options), *[None] * 7)
 
 
+def _no_second_derivative(ctx: Any, *_: object) -> None:
+    raise RuntimeError("accel::attention_bwd has no derivative")
+
+
 torch.library.register_autograd("accel::attention_fwd", _gradients, setup_context=_save)
+torch.library.register_autograd("accel::attention_bwd", _no_second_derivative)
 
 
 def attention(
