@@ -4,15 +4,17 @@ An op is defined here for every device and exists with or without native kernels
 registered per device under the same name. Importing loads no library and compiles nothing. Nothing
 here knows Megatron.
 
-`rms_norm` and `layer_norm` are functions and modules of the same name; the package gives the
-functions.
+An op such as `rms_norm` is a function and a module of the same name; the package gives the function.
 """
 
+from accel.ops.attention import attention, attention_ref
 from accel.ops.gemm_accumulate import gemm_accumulate, gemm_accumulate_ref
 from accel.ops.layer_norm import layer_norm, layer_norm_ref
 from accel.ops.rms_norm import rms_norm, rms_norm_ref
 
 __all__ = [
+    "attention",
+    "attention_ref",
     "gemm_accumulate",
     "gemm_accumulate_ref",
     "layer_norm",

@@ -8,6 +8,7 @@ from accel.patches import (
     cpu_initialization,
     dataset_helpers,
     distributed_optimizer_resume,
+    fused_attention,
     fused_norm,
     fused_weight_gradient,
     gradient_accumulation_fusion,
@@ -32,6 +33,7 @@ FEATURES: tuple[Feature, ...] = (
     norm.FEATURE,
     fused_norm.FEATURE,
     fused_weight_gradient.FEATURE,
+    fused_attention.FEATURE,
     host_bf16_gemm.FEATURE,
     host_half_collectives.FEATURE,
 )

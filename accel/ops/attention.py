@@ -1,0 +1,318 @@
+"""Scaled dot-product attention, block by block: no tensor of queries x keys is ever stored.
+
+FlashAttention-2 (Dao 2023, arXiv:2307.08691) for one query row q, the keys k_j and values v_j that it
+sees, with z the mask of dropout (0 or 1 / (1 - dropout)):
+
+    forward     s_j = scale q k_j      lse = log sum e^(s_j)      p_j = e^(s_j - lse)
+                out = sum over j of z_j p_j v_j
+    backward    delta = dout out       ds_j = p_j (z_j dout v_j - delta)
+                dq = scale sum over j of ds_j k_j
+                dk_j = scale sum over queries of ds_j q,   dv_j = sum over queries of z_j p_j dout
+
+Letters     S  tokens, Q of queries and K of keys;  B  batch;  H  heads of q, G heads of k and v,
+            H a multiple of G (query head h reads key head h // (H // G));  D  width of a row of q
+            and k, E of a row of v;  T  tokens of a pack of sequences
+Layout      q [Q, B, H, D], k [K, B, G, D], v [K, B, G, E], out [Q, B, H, E]: Megatron's. A pack is
+            [T, H, D] with the T where each sequence starts in `cu_seqlens_q` and `cu_seqlens_k`.
+            Any strides; a last dimension that is not contiguous is copied first.
+Mask        Query i sees key j if -left <= j - (i + K - Q) <= right: the last query is aligned with
+            the last key ("bottom right", as in FlashAttention and Transformer Engine), which is what
+            a sequence that goes on after a cache of keys needs. Causal is right = 0. A query that
+            sees no key has out = 0, lse = -inf and passes on no gradient.
+Dtypes      q, k, v, out and gradients: one of float32, bfloat16, float16. Scores, softmax and sums
+            are fp32; p and ds are rounded to bf16 to be multiplied where the inputs are bf16.
+Dropout     z depends on seed, sequence (in the batch or pack), head, query and key alone:
+            `dropout_mask_ref`. Backward draws it again.
+Saved       q, k, v, out and lse (4 B H Q bytes).
+FLOPs       forward 4 B H Q K D, backward 10 B H Q K D; half of each if causal.
+Order       dk and dv are summed in one order: the number of threads changes no bit.
+Limits      `unsupported_reason`. No additive or arbitrary mask, no attention sink. lse has no
+            gradient, and a second derivative raises.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.ops._dispatch import log_fallback, missing_kernel
+
+__all__ = ["attention", "attention_ref", "dropout_mask_ref", "unsupported_reason"]
+
+NO_LIMIT = -1
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def dropout_mask_ref(
+    seed: Tensor, dropout: float, sequence: int, num_heads: int, num_queries: int, num_keys: int
+) -> Tensor:
+    """What dropout multiplies the probabilities of one sequence with: 0 or 1 / (1 - dropout).
+
+    Philox4x32-10 (Salmon et al. 2011) under the two halves of `seed` (one int64). Counter
+    (key, 16 (query // 64) + query % 16, head, sequence) gives 4 words of 32 bits; word w belongs to
+    the query with (query // 16) % 4 = w. An element whose word is below dropout * 2^32 is dropped.
+
+    Returns:
+        `[num_heads, num_queries, num_keys]` fp32.
+    """
+    low = 0xFFFFFFFF
+    query = torch.arange(num_queries, device=seed.device)[:, None]
+    words = torch.broadcast_tensors(
+        torch.arange(num_keys, device=seed.device),
+        query // 64 * 16 + query % 16,
+        torch.arange(num_heads, device=seed.device)[:, None, None],
+        torch.tensor(sequence, device=seed.device),
+    )
+    keys = [seed.reshape(()) & low, seed.reshape(()) >> 32 & low]
+    for _ in range(10):
+        first, second = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57
+        words = (
+            (second >> 32 & low) ^ words[1] ^ keys[0],
+            second & low,
+            (first >> 32 & low) ^ words[3] ^ keys[1],
+            first & low,
+        )
+        keys = [(keys[0] + 0x9E3779B9) & low, (keys[1] + 0xBB67AE85) & low]
+    which = (query // 16 % 4).expand(words[0].shape)[None]
+    bits = torch.stack(words).gather(0, which)[0]
+    return (bits >= round(dropout * 2**32)).float() / (1 - dropout)
+
+
+def attention_ref(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The definition of correct, with tensors of queries x keys, on any device. Contract: `attention`.
+
+    The steps of Megatron's unfused attention: scores in the dtype of q, softmax, product. The
+    returned lse is fp32 (fp64 for fp64 inputs) and detached.
+    """
+    left, right = _limits(causal, window)
+    scale = _scale(q, softmax_scale)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        batch = [(q[:, b], k[:, b], v[:, b]) for b in range(q.shape[1])]
+    else:
+        cu_q, cu_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        batch = [
+            (q[cu_q[i] : cu_q[i + 1]], k[cu_k[i] : cu_k[i + 1]], v[cu_k[i] : cu_k[i + 1]])
+            for i in range(len(cu_q) - 1)
+        ]
+    outs, lses = [], []
+    for i, (q_i, k_i, v_i) in enumerate(batch):
+        keep = None
+        if dropout and seed is not None:
+            keep = dropout_mask_ref(seed, dropout, i, q.shape[-2], len(q_i), len(k_i))
+        out, lse = _one_sequence(q_i, k_i, v_i, scale, left, right, keep)
+        outs.append(out)
+        lses.append(lse)
+    if cu_seqlens_q is None:
+        shape = (*q.shape[:-1], v.shape[-1])
+        out = torch.stack(outs, 1) if outs else q.new_empty(shape)
+        return out, torch.stack(lses) if lses else _empty_lse(q)
+    rest = len(q) - sum(len(out) for out in outs)  # tokens of no sequence
+    outs.append(q.new_zeros(rest, q.shape[1], v.shape[-1]))
+    lses.append(_empty_lse(q)[:, :rest].fill_(-torch.inf))
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def _empty_lse(q: Tensor) -> Tensor:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[1:-1], q.shape[0]), dtype=dtype)
+
+
+def _one_sequence(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int, keep: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """[Q, H, D], [K, G, D], [K, G, E] -> [Q, H, E] and [H, Q]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, dim=1).transpose(0, 1) for t in (k, v))
+    scores = q.transpose(0, 1) @ k.transpose(1, 2) * scale
+    distance = torch.arange(scores.shape[2], device=q.device) - (
+        torch.arange(scores.shape[1], device=q.device)[:, None] + scores.shape[2] - scores.shape[1]
+    )
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if left != NO_LIMIT:
+        hidden |= distance < -left
+    if right != NO_LIMIT:
+        hidden |= distance > right
+    scores = scores.masked_fill(hidden, -torch.inf)
+    blind = hidden.all(dim=1, keepdim=True)  # sees no key: softmax would be NaN
+    probs = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+    if keep is not None:
+        probs = probs * keep.to(probs.dtype)
+    wide = scores.detach() if q.dtype == torch.float64 else scores.detach().float()
+    return (probs @ v).transpose(0, 1), torch.logsumexp(wide, dim=-1)
+
+
+def _limits(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
+    left, right = window if window is not None else (NO_LIMIT, NO_LIMIT)
+    return left, 0 if causal else right
+
+
+def _scale(q: Tensor, softmax_scale: float | None) -> float:
+    return 1 / math.sqrt(max(1, q.shape[-1])) if softmax_scale is None else softmax_scale
+
+
+def unsupported_reason(q: Tensor, softmax_scale: float = 1.0) -> str | None:
+    """Why `attention` takes the reference for valid inputs; None if it takes the kernel."""
+    if q.dtype not in FLOAT_DTYPES:
+        return f"dtype {q.dtype} (the kernels take float32, bfloat16 and float16)"
+    if not 0 < softmax_scale < math.inf:
+        return f"softmax_scale {softmax_scale} (the kernels need it positive)"
+    return missing_kernel("accel::attention_fwd", q.device.type)
+
+
+torch.library.define(
+    "accel::attention_fwd",
+    "(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seed,"
+    " float scale, int left, int right, float dropout) -> (Tensor out, Tensor lse)",
+)
+torch.library.define(
+    "accel::attention_bwd",
+    "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? cu_seqlens_q,"
+    " Tensor? cu_seqlens_k, Tensor? seed, float scale, int left, int right, float dropout)"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
+)
+_forward = torch.ops.accel.attention_fwd.default
+_backward = torch.ops.accel.attention_bwd.default
+
+
+@torch.library.register_fake("accel::attention_fwd")
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty((*q.shape[1:-1], q.shape[0]), dtype=torch.float32)
+
+
+@torch.library.register_fake("accel::attention_bwd")
+def _backward_fake(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seed, *ctx.options = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seed)
+
+
+def _gradients(ctx: Any, dout: Tensor, _: object) -> tuple[Tensor | None, ...]:
+    return (*_backward(dout, *ctx.saved_tensors, *ctx.options), *[None] * 7)
+
+
+def _no_second_derivative(ctx: Any, *_: object) -> None:
+    raise RuntimeError("accel::attention_bwd has no derivative")
+
+
+torch.library.register_autograd("accel::attention_fwd", _gradients, setup_context=_save)
+torch.library.register_autograd("accel::attention_bwd", _no_second_derivative)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`softmax(softmax_scale q k^T) v` over the keys that each query sees.
+
+    Args:
+        q: `[Q, B, H, D]`, float32, bfloat16 or float16. A pack of sequences: `[T, H, D]`.
+        k: `[K, B, G, D]` (`[T, G, D]`), dtype and device of q; H is a multiple of G.
+        v: `[K, B, G, E]` (`[T, G, E]`).
+        softmax_scale: 1 / sqrt(D) if None.
+        causal: queries see no later keys; the last query is aligned with the last key.
+        window: how many keys before and after its own a query sees, -1 for all; `causal` sets the
+            second to 0.
+        cu_seqlens_q, cu_seqlens_k: `[sequences + 1]` int32 or int64, where each sequence of a pack
+            starts, from 0, and where the last one ends. Tokens after it get 0.
+        dropout: the probability, 0 <= dropout < 1, that a key is dropped from a query.
+        seed: one int64, what decides which; needed with dropout.
+
+    Returns:
+        out: `[Q, B, H, E]` (`[T, H, E]`), dtype of q, contiguous.
+        lse: `[B, H, Q]` (`[H, T]`) fp32, the logarithm of the sum of exponentials; no gradient.
+
+    Raises:
+        ValueError: inputs of the wrong rank, dtype, device, or shapes that do not fit together.
+
+    Where `unsupported_reason` has something to say, that is logged once and `attention_ref`
+    computes instead.
+    """
+    _check(q, k, v, window, cu_seqlens_q, cu_seqlens_k, dropout, seed)
+    scale = _scale(q, softmax_scale)
+    if reason := unsupported_reason(q, scale):
+        log_fallback("attention", reason)
+        return attention_ref(
+            q,
+            k,
+            v,
+            softmax_scale=scale,
+            causal=causal,
+            window=window,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            dropout=dropout,
+            seed=seed,
+        )
+    left, right = _limits(causal, window)
+    return _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, seed, scale, left, right, dropout)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: tuple[int, int] | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    dropout: float,
+    seed: Tensor | None,
+) -> None:
+    """Raise `ValueError` for what makes no sense on any device."""
+    if (cu_seqlens_q is None) != (cu_seqlens_k is None):
+        raise ValueError("attention: cu_seqlens_q and cu_seqlens_k go together, got one of them")
+    packed = cu_seqlens_q is not None
+    layout = "[T, heads, D] with cu_seqlens" if packed else "[S, B, heads, D]"
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.ndim != (3 if packed else 4):
+            raise ValueError(f"attention: {name} must have shape {layout}, got {list(t.shape)}")
+        if not t.is_floating_point() or t.dtype != q.dtype:
+            raise ValueError(f"attention: {name} must be floating and {q.dtype}, got {t.dtype}")
+        if t.device != q.device:
+            raise ValueError(f"attention: {name} must be on {q.device} like q, got {t.device}")
+    fits = q.shape[-1] == k.shape[-1] and k.shape[:-1] == v.shape[:-1]
+    if not fits or (not packed and q.shape[1] != k.shape[1]):
+        shapes = [list(t.shape) for t in (q, k, v)]
+        raise ValueError(f"attention: q, k and v do not fit together: {shapes}")
+    if not k.shape[-2] or q.shape[-2] % k.shape[-2]:
+        raise ValueError(
+            f"attention: the heads of q must be a multiple of those of k, got "
+            f"{q.shape[-2]} and {k.shape[-2]}"
+        )
+    if q.shape[-1] == 0:
+        raise ValueError("attention: q has rows of width 0")
+    if window is not None and min(window) < NO_LIMIT:
+        raise ValueError(f"attention: window must be (left, right), each >= -1, got {window}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"attention: dropout must be in [0, 1), got {dropout}")
+    if dropout and (seed is None or seed.dtype != torch.int64 or seed.numel() != 1):
+        raise ValueError(f"attention: dropout needs a seed, one int64, got {seed}")

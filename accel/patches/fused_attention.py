@@ -1,0 +1,264 @@
+"""Attention of the local spec in one kernel that stores no tensor of queries x keys.
+
+``DotProductAttention.forward`` (scores, masked softmax, dropout, product: several tensors of S x S for
+each head) becomes ``accel.ops.attention``. It serves causal and full attention, grouped queries
+without repeating keys and values, sliding windows, ``--attention-dropout``, query-key layer scaling,
+recomputation, and what upstream's unfused attention refuses: packed sequences and a cache of keys that
+several queries follow (the last query is aligned with the last key). Scores and softmax are fp32, so the
+result is closer to the exact one than upstream's own, but not the same bits; dropout draws one number
+from Megatron's RNG tracker where upstream draws S x S, so other elements are dropped.
+
+``--attention-backend auto``, ``flash`` and ``fused``, and ``--use-flash-attn``, mean this kernel;
+``local`` as well, which upstream accepts only with ``--spec local``. ``unfused`` is upstream's own
+attention. The kernel is deterministic, so ``--deterministic-mode`` takes it too.
+
+A mask tensor is compared with the causal one, once for each tensor; one that hides nothing is full
+attention. Upstream's own attention runs, and one line says why, for any other mask, for a softmax with
+an offset (attention sinks) and for tensors that the kernel does not take. A window of -1 is no limit, as
+Megatron's documentation has it. Padding between packed sequences needs a causal mask: its tokens then
+come after every token that could see them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel.feature import Context, Feature
+from accel.ops import _native, attention
+from accel.ops._dispatch import log_fallback
+from accel.ops.attention import unsupported_reason
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
+
+_ROWS_AT_ONCE = 256
+"""A mask is compared in slices of so many queries, so that no second mask is made."""
+
+_KINDS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Mask tensor -> its version counter and what :func:`mask_kind` found: all layers get the same one."""
+
+
+def forward_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        if self.config.attention_backend.name == "unfused":
+            return original(
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type,
+                attention_bias,
+                packed_seq_params,
+            )
+        options, reason = _options(
+            self, query, key, attention_mask, attn_mask_type, packed_seq_params
+        )
+        scale = _scale(self)
+        reason = reason or _unserved(self, query, scale, attention_bias)
+        if reason is not None:
+            log_fallback("attention", reason)
+            return original(
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type,
+                attention_bias,
+                packed_seq_params,
+            )
+        out, _ = attention(
+            query, key, value, softmax_scale=scale, **options, **_dropout(self, query.device)
+        )
+        return out.flatten(-2)
+
+    return forward
+
+
+def _scale(module: Any) -> float:
+    """With query-key layer scaling, upstream divides by the layer's number before the product and
+    multiplies again before the softmax; fp32 scores need neither."""
+    coefficient: float | None = module.scale_mask_softmax.scale
+    scale: float = module.softmax_scale
+    return scale if coefficient is None else scale * coefficient
+
+
+def _unserved(
+    module: Any, query: Tensor, scale: float, attention_bias: Tensor | None
+) -> str | None:
+    if attention_bias is not None:
+        return "an attention bias"
+    if module.softmax_offset is not None:
+        return f"softmax_type {module.config.softmax_type} (the softmax has an offset)"
+    if module.attention_dropout.training and module.attention_dropout.p >= 1:
+        return "attention dropout of everything"
+    return unsupported_reason(query, scale)
+
+
+def _options(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    attn_mask_type: Any,
+    packed: Any,
+) -> tuple[dict[str, Any], str | None]:
+    """The mask as keyword arguments of ``attention``, or why it cannot be one."""
+    window = module.scale_mask_softmax.window_size
+    limits = None if window is None else (max(-1, window[0]), max(-1, window[1]))
+    if packed is not None:
+        kind = (module.attn_mask_type if attn_mask_type is None else attn_mask_type).name
+        if packed.qkv_format != "thd":
+            return {}, f"packed sequences in the format {packed.qkv_format}"
+        causal = kind in ("causal", "padding_causal")
+        return {"causal": causal, "window": limits, **_starts(packed, causal)}, None
+    # From here on as FusedScaleMaskSoftmax.forward_torch_softmax decides, which looks at the type that
+    # the module was made with, and prefers a window to a mask.
+    num_queries, num_keys = query.shape[0], key.shape[0]
+    kind = module.attn_mask_type.name
+    if window is None and mask is not None:
+        kind = mask_kind(mask, num_queries, num_keys)
+        if kind == "other":
+            return {}, "an attention mask of its own"
+    elif window is None and kind == "padding_causal":
+        return {}, "attn_mask_type padding_causal without packed sequences"
+    causal = window is None and kind == "causal"
+    if num_queries > num_keys and (causal or window is not None):
+        return {}, f"{num_queries} queries, of which some see none of {num_keys} keys"
+    return {"causal": causal, "window": limits}, None
+
+
+def _starts(packed: Any, causal: bool) -> dict[str, Tensor]:
+    """Where the sequences of a pack start.
+
+    Raises:
+        ValueError: there is padding between them, and no causal mask to keep it out of sight.
+    """
+    starts = packed.cu_seqlens_q, packed.cu_seqlens_kv
+    padded = packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
+    if padded[0] is not None and padded[1] is not None:
+        same = all(torch.equal(a, b) for a, b in zip(starts, padded, strict=True))
+        if not same and not (causal and torch.equal(*padded)):
+            raise ValueError(
+                "packed sequences with padding between them need a causal mask and as many keys as "
+                "queries in each"
+            )
+        starts = padded
+    return {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+
+
+def mask_kind(mask: Tensor, num_queries: int, num_keys: int) -> str:
+    """What a mask (True is hidden), broadcastable to [B, 1, queries, keys], is: ``causal``, ``none``
+    or ``other``."""
+    known = _KINDS.get(mask)
+    if known is not None and known[0] == mask._version:
+        return known[1]
+    kind = "other"
+    if not mask.any():
+        kind = "none"
+    elif mask.shape[-2:] == (num_queries, num_keys) and num_queries == num_keys:
+        columns = torch.arange(num_keys, device=mask.device)
+        causal = (
+            (columns > columns[first : first + _ROWS_AT_ONCE, None])
+            .eq(mask[..., first : first + _ROWS_AT_ONCE, :])
+            .all()
+            for first in range(0, num_queries, _ROWS_AT_ONCE)
+        )
+        kind = "causal" if all(causal) else "other"
+    _KINDS[mask] = (mask._version, kind)
+    return kind
+
+
+def _dropout(module: Any, device: torch.device) -> dict[str, Any]:
+    """A seed from the stream that upstream's dropout would draw from, so that recomputation, which
+    restores that stream, drops the same again."""
+    dropout = module.attention_dropout
+    if not dropout.training or dropout.p == 0:
+        return {}
+
+    def draw() -> Tensor:
+        return torch.empty((), dtype=torch.int64, device=device).random_()
+
+    if module.config.sequence_parallel:
+        return {"dropout": dropout.p, "seed": draw()}
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork():
+        return {"dropout": dropout.p, "seed": draw()}
+
+
+def accept_backends(context: Context) -> list[str]:
+    """Change what upstream's validator would refuse although the kernel serves it."""
+    args = context.args
+    notes: list[str] = []
+    if context.device != "cpu":
+        return notes
+    backend = getattr(getattr(args, "attention_backend", None), "name", None)
+    if backend == "local" and list(getattr(args, "spec", None) or []) != ["local"]:
+        args.attention_backend = type(args.attention_backend).auto
+        notes.append("--attention-backend local: the same as auto in the local spec")
+    if getattr(args, "deterministic_mode", False) and getattr(args, "use_flash_attn", False):
+        args.use_flash_attn = False
+        notes.append("--use-flash-attn: attention on the CPU is deterministic, nothing to refuse")
+    return notes
+
+
+def _kernel_missing(context: Context) -> str | None:
+    if context.device != "cpu":
+        return f"no attention kernel for {context.device} yet"
+    missing = _native.reason()
+    if missing is None:
+        _native.isa()  # a wrong ACCEL_CPU_ISA is an error now, not in the first layer
+    return missing
+
+
+def _unfused(context: Context) -> str | None:
+    backend = getattr(getattr(context.args, "attention_backend", None), "name", None)
+    return "--attention-backend unfused asks for upstream's own" if backend == "unfused" else None
+
+
+FEATURE = Feature(
+    name="fused_attention",
+    summary="run attention as one kernel that stores no queries x keys, packed sequences included",
+    preset="fast",
+    numerics="tolerance",
+    megatron=SUPPORTED_RANGE,
+    unavailable=_kernel_missing,
+    idle=_unfused,
+    prepare=accept_backends,
+    patches=(
+        Patch(
+            target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+            replacement="accel.patches.fused_attention:forward_fused",
+            how="wrap",
+            expects=(
+                "self",
+                "query",
+                "key",
+                "value",
+                "attention_mask",
+                "attn_mask_type",
+                "attention_bias",
+                "packed_seq_params",
+            ),
+            sources=dict.fromkeys(SUPPORTED_MEGATRON, "9965ba02d5a3"),
+            why="Upstream stores several tensors of queries x keys for each head.",
+        ),
+    ),
+)

@@ -1,0 +1,308 @@
+"""The attention kernel at Megatron's seam: who is served, and that the numbers are upstream's."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import accel
+from accel.feature import Context
+from accel.ops._dispatch import _log_fallback_once
+from accel.patches import fused_attention
+from accel.patches.fused_attention import accept_backends, mask_kind
+from accel.testing.tolerance import assert_close_to_baseline
+from tests.ops.contract import needs_native
+
+HEADS, GROUPS, WIDTH = 4, 2, 16
+
+pytestmark = needs_native
+
+
+@pytest.fixture
+def megatron() -> Iterator[None]:
+    """As much of Megatron's global state as its attention needs, on one rank."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    accel.enable(preset="exact")
+    parallel_state._set_global_memory_buffer()
+    tracker = random.get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add(random._MODEL_PARALLEL_RNG_TRACKER_NAME, 1234)
+    yield
+    tracker.reset()
+    parallel_state.destroy_global_memory_buffer()
+    accel.disable()
+
+
+def build(mask_type: str = "causal", layer_number: int = 1, **options: Any) -> torch.nn.Module:
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    options = {"attention_dropout": 0.0, "bf16": True, **options}
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=HEADS * WIDTH,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        **options,
+    )
+    return DotProductAttention(
+        config,
+        layer_number,
+        AttnMaskType[mask_type],
+        "self",
+        pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)),
+    )
+
+
+def qkv(
+    queries: int, keys: int | None = None, batch: int = 2, dtype=torch.bfloat16
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(queries, HEADS), *[(keys or queries, GROUPS)] * 2]
+    return [
+        torch.randn(n, batch, h, WIDTH, generator=generator).to(dtype).requires_grad_()
+        for n, h in shapes
+    ]
+
+
+def results(module: torch.nn.Module, tensors: list[Tensor], *args: Any, **kwargs: Any):
+    out = module(*tensors, *args, **kwargs)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(6)).to(out.dtype)
+    for t in tensors:
+        t.grad = None
+    out.backward(dout)  # Megatron's recomputation refuses torch.autograd.grad
+    return [out.detach(), *(t.grad for t in tensors)]
+
+
+def fallbacks(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.message for r in caplog.records if "attention" in r.message]
+
+
+@pytest.fixture(autouse=True)
+def said(caplog: pytest.LogCaptureFixture) -> None:
+    _log_fallback_once.cache_clear()
+    caplog.set_level(logging.WARNING, logger="accel")
+
+
+def causal_mask(size: int) -> Tensor:
+    return torch.ones(1, 1, size, size, dtype=torch.bool).triu(1)
+
+
+CASES = {
+    "causal": ("causal", None, {}),
+    "causal mask": ("causal", causal_mask(37), {}),
+    "causal mask of each sequence": ("padding", causal_mask(37).repeat(2, 1, 1, 1), {}),
+    "no mask": ("no_mask", None, {}),
+    "a mask that hides nothing": ("padding", torch.zeros(2, 1, 1, 37, dtype=torch.bool), {}),
+    "window": ("causal", None, {"window_size": (9, 0)}),
+    "window on both sides": ("causal", None, {"window_size": (9, 4)}),
+    "query-key layer scaling": ("causal", None, {"apply_query_key_layer_scaling": True}),
+    "softmax in fp32": ("causal", None, {"attention_softmax_in_fp32": True}),
+    "one layer in two has a window": (
+        "causal",
+        None,
+        {"window_size": (9, 0), "window_attn_skip_freq": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_served_with_upstreams_numbers(case: str, megatron: None, caplog: Any) -> None:
+    mask_type, mask, options = CASES[case]
+    for layer_number in (1, 2):
+        module = build(mask_type, layer_number, **options)
+        fp64 = build(mask_type, layer_number, **{**options, "bf16": False})
+        tensors = qkv(37)
+        stock = results(module, tensors, mask)
+        exact = results(fp64, [t.detach().double().requires_grad_() for t in tensors], mask)
+        accel.enable(preset="exact", fused_attention=True)
+        fused = results(module, tensors, mask)
+        accel.enable(preset="exact")
+        for i, values in enumerate(zip(fused, stock, exact, strict=True)):
+            assert_close_to_baseline(*values, name=f"{case}: {i}", roundings=2)
+        assert not torch.equal(fused[1], stock[1]), "upstream's own path ran"
+    assert fallbacks(caplog) == []
+
+
+REFUSED = {
+    "a padding mask": ("padding", torch.rand(2, 1, 37, 37) > 0.5, {}, "attention mask of its own"),
+    "a causal mask with one more": (
+        "causal",
+        causal_mask(37).index_fill(-1, torch.tensor([3]), True),
+        {},
+        "attention mask of its own",
+    ),
+    "attention sinks": ("causal", None, {"softmax_type": "off-by-one"}, "softmax_type off-by-one"),
+    "padding_causal": ("padding_causal", None, {}, "padding_causal without packed"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_anything_else_is_upstreams_and_says_so_once(
+    case: str, megatron: None, caplog: Any
+) -> None:
+    mask_type, mask, options, reason = REFUSED[case]
+    module = build(mask_type, **options)
+    stock = results(module, qkv(37), mask)
+    accel.enable(preset="exact", fused_attention=True)
+    for _ in range(2):
+        for ours, theirs in zip(results(module, qkv(37), mask), stock, strict=True):
+            assert torch.equal(ours, theirs)
+    (line,) = fallbacks(caplog)
+    assert reason in line
+
+
+def test_unfused_backend_is_upstreams(megatron: None, caplog: Any) -> None:
+    from megatron.core.transformer.enums import AttnBackend
+
+    module = build(attention_backend=AttnBackend.unfused)
+    stock = results(module, qkv(37), None)
+    accel.enable(preset="exact", fused_attention=True)
+    for ours, theirs in zip(results(module, qkv(37), None), stock, strict=True):
+        assert torch.equal(ours, theirs)
+    assert fallbacks(caplog) == []
+
+
+def test_packed_sequences_are_their_sequences(megatron: None) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    lengths = [5, 0, 20, 12]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    accel.enable(preset="exact", fused_attention=True)
+    module = build()
+    tensors = [t.detach().squeeze(1).requires_grad_() for t in qkv(37, batch=1)]
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=20
+    )
+    out = module(*tensors, None, packed_seq_params=packed)
+    assert out.shape == (37, HEADS * WIDTH)
+    for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        alone = module(*(t[begin:end, None] for t in tensors), None)
+        assert torch.equal(out[begin:end], alone[:, 0])
+
+
+def test_padding_between_packed_sequences(megatron: None) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    plain, padded = torch.tensor([0, 5, 14]), torch.tensor([0, 8, 24])
+    accel.enable(preset="exact", fused_attention=True)
+    module = build()
+    tensors = [t.detach().squeeze(1) for t in qkv(24, batch=1)]
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=plain,
+        cu_seqlens_kv=plain,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+    )
+    out = module(*tensors, None, packed_seq_params=packed)
+    for begin, length in ((0, 5), (8, 9)):
+        alone = module(*(t[begin : begin + length, None] for t in tensors), None)
+        assert torch.equal(out[begin : begin + length], alone[:, 0])
+    with pytest.raises(ValueError, match="padding between them need a causal mask"):
+        module(*tensors, None, attn_mask_type=AttnMaskType.no_mask, packed_seq_params=packed)
+
+
+def test_queries_after_a_cache_see_it_whole(megatron: None) -> None:
+    """Upstream refuses more than one; with the whole sequence as queries the last rows are the same."""
+    accel.enable(preset="exact", fused_attention=True)
+    module = build()
+    query, key, value = (t.detach() for t in qkv(37))
+    whole = module(query, key, value, None)
+    for cached in (30, 36):
+        last = module(query[cached:], key, value, None)
+        torch.testing.assert_close(last, whole[cached:])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_dropout_follows_the_tracker_and_is_replayed(
+    sequence_parallel: bool, megatron: None
+) -> None:
+    from megatron.core.tensor_parallel import checkpoint
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    accel.enable(preset="exact", fused_attention=True)
+    parallel = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
+    module = build(attention_dropout=0.3, **(parallel if sequence_parallel else {}))
+    states = get_cuda_rng_tracker().get_states(), torch.get_rng_state()
+
+    def rewind() -> None:
+        get_cuda_rng_tracker().set_states({k: v.clone() for k, v in states[0].items()})
+        torch.set_rng_state(states[1])
+
+    states = ({k: v.clone() for k, v in states[0].items()}, states[1])
+    plain = results(module, qkv(37), None)
+    again = results(module, qkv(37), None)
+    assert not torch.equal(plain[0], again[0]), "each call drops something else"
+    moved = not torch.equal(torch.get_rng_state(), states[1])
+    assert moved == sequence_parallel, "the draw came from the other stream"
+    rewind()
+    recomputed = results(
+        lambda *tensors: checkpoint(lambda *t: module(*t, None), False, *tensors), qkv(37)
+    )
+    for a, b in zip(plain, recomputed, strict=True):
+        assert torch.equal(a, b)
+    module.eval()
+    assert torch.equal(results(module, qkv(37), None)[0], results(module, qkv(37), None)[0])
+
+
+def test_dropout_keeps_the_mean(megatron: None) -> None:
+    accel.enable(preset="exact", fused_attention=True)
+    module = build(attention_dropout=0.5)
+    tensors = [t.detach() for t in qkv(8, batch=256, dtype=torch.float32)]
+    tensors[2].fill_(1.0)
+    mean = module(*tensors, None).mean().item()  # of independent sums whose variance is at most 1
+    assert abs(mean - 1) < 5 / (8 * 256 * HEADS) ** 0.5
+
+
+def test_masks_are_looked_at_once_and_again_when_they_change() -> None:
+    mask = causal_mask(600)
+    assert mask_kind(mask, 600, 600) == "causal"
+    assert fused_attention._KINDS[mask] == (mask._version, "causal")
+    mask[0, 0, 599, 0] = True
+    assert mask_kind(mask, 600, 600) == "other"
+    assert mask_kind(mask.fill_(False), 600, 600) == "none"
+    assert mask_kind(causal_mask(5), 3, 5) == "other"
+    before = len(fused_attention._KINDS)
+    del mask
+    assert len(fused_attention._KINDS) < before
+
+
+def test_backends_that_upstreams_validator_refuses() -> None:
+    from megatron.core.transformer.enums import AttnBackend
+
+    def context(device: str = "cpu", **args: Any) -> Context:
+        return Context(device, "0.19.2", argparse.Namespace(**args))
+
+    local = context(attention_backend=AttnBackend.local, spec=None)
+    assert len(accept_backends(local)) == 1
+    assert local.args.attention_backend is AttnBackend.auto
+    for spec, backend in ((["local"], AttnBackend.local), (None, AttnBackend.flash)):
+        asked = context(attention_backend=backend, spec=spec)
+        assert accept_backends(asked) == []
+        assert asked.args.attention_backend is backend
+    strict = context(deterministic_mode=True, use_flash_attn=True)
+    assert len(accept_backends(strict)) == 1
+    assert not strict.args.use_flash_attn
+    assert accept_backends(context("cuda", deterministic_mode=True, use_flash_attn=True)) == []
+
+
+def test_unfused_shows_in_the_table() -> None:
+    from megatron.core.transformer.enums import AttnBackend
+
+    args = argparse.Namespace(attention_backend=AttnBackend.unfused)
+    assert "unfused" in (fused_attention.FEATURE.idle(Context("cpu", "0.19.2", args)) or "")
+    args.attention_backend = AttnBackend.flash
+    assert fused_attention.FEATURE.idle(Context("cpu", "0.19.2", args)) is None
+    assert "cuda" in (fused_attention.FEATURE.unavailable(Context("cuda", "0.19.2", args)) or "")
