@@ -59,7 +59,9 @@ def cases(quick: bool) -> Iterator[Case]:
 
         def sides(ours, losses=losses, logits=logits, target=target, dloss=dloss):
             calls = {**losses, OURS: ours}
-            return {n: partial(gradient, f, logits.clone(), target, dloss) for n, f in calls.items()}
+            return {
+                n: partial(gradient, f, logits.clone(), target, dloss) for n, f in calls.items()
+            }
 
         yield Case(
             name=f"forward+backward {label}",

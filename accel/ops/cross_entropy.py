@@ -302,9 +302,7 @@ def check_target_tensor(op: str, name: str, rows: Tensor, target: Tensor) -> Non
             f"{list(rows.shape)} without the last dimension, got {list(target.shape)}"
         )
     if target.device != rows.device:
-        raise ValueError(
-            f"{op}: target must be on {rows.device} like {name}, got {target.device}"
-        )
+        raise ValueError(f"{op}: target must be on {rows.device} like {name}, got {target.device}")
 
 
 def check_smoothing(op: str, label_smoothing: float, vocab_size: int) -> None:

@@ -250,8 +250,8 @@ def test_the_kernels_check_for_themselves():
         backward(X, TARGET, saved[:1], torch.ones(2), 0, 8, 0.0)
     with pytest.raises(ValueError, match="dloss must be float32"):
         backward(X, TARGET, saved, torch.ones(1), 0, 8, 0.0)
+    strided = torch.ones(8, 2).t()
     with pytest.raises(ValueError, match="logits must be contiguous"):
-        strided = torch.ones(8, 2).t()
         torch.ops.accel.cross_entropy_bwd_(strided, TARGET, saved, torch.ones(2), 0, 8, 0.0)
 
 

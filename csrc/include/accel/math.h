@@ -2,8 +2,23 @@
 
 namespace accel::ACCEL_ISA {
 
-ACCEL_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }  // b where either is NaN
-ACCEL_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
+// b where either is NaN. GCC 12 makes a comparison and a masked move of `a > b ? a : b` in AVX-512:
+// the forward of cross_entropy (1024 x 32000 bf16, 2 threads of an AMD Zen 4) took 5.0 ms, not 3.6.
+ACCEL_INLINE Vec max(Vec a, Vec b) {
+#if ACCEL_LANES == 16
+  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+ACCEL_INLINE Vec min(Vec a, Vec b) {
+#if ACCEL_LANES == 16
+  return (Vec)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return a < b ? a : b;
+#endif
+}
 
 ACCEL_INLINE Vec broadcast(float value) { return value - Vec{}; }
 
