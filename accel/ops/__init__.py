@@ -9,6 +9,7 @@ Functions and modules have the same name; the package gives the functions.
 
 from accel.ops.cross_entropy import cross_entropy, cross_entropy_ref
 from accel.ops.layer_norm import layer_norm, layer_norm_ref
+from accel.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from accel.ops.rms_norm import rms_norm, rms_norm_ref
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "cross_entropy_ref",
     "layer_norm",
     "layer_norm_ref",
+    "linear_cross_entropy",
+    "linear_cross_entropy_ref",
     "rms_norm",
     "rms_norm_ref",
 ]

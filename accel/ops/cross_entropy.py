@@ -47,7 +47,7 @@ def cross_entropy_ref(
     The target is looked up without indexed assignment (`masked_target *= ~outside`, MindSpeed's
     rewrite of Megatron's), which is a host synchronisation on Ascend.
     """
-    vocab_start, vocab_size = _shard(logits, group)
+    vocab_start, vocab_size = shard(logits.shape[-1], group)
     if check_target:
         _check_target(target, vocab_size, ignore_index)
     x = logits if logits.dtype == torch.float64 else logits.float()
@@ -59,7 +59,7 @@ def cross_entropy_ref(
     log_sum = _all_reduce_sum(x.exp().sum(-1), group).log()
     loss = log_sum - _all_reduce_sum(target_logit, group)
     if label_smoothing > 0:
-        smoothing = _smoothing(label_smoothing, vocab_size)
+        smoothing = smoothing_of(label_smoothing, vocab_size)
         mean_log_prob = _all_reduce_sum(x.sum(-1), group) / vocab_size - log_sum
         loss = (1 - smoothing) * loss - smoothing * mean_log_prob
     return loss if ignore_index is None else loss.masked_fill(target == ignore_index, 0.0)
@@ -190,8 +190,8 @@ class _CrossEntropy(torch.autograd.Function):
         check_target: bool,
         inplace: bool,
     ) -> Tensor:
-        vocab_start, vocab_size = _shard(logits, group)
-        smoothing = _smoothing(label_smoothing, vocab_size)
+        vocab_start, vocab_size = shard(logits.shape[-1], group)
+        smoothing = smoothing_of(label_smoothing, vocab_size)
         checked = vocab_size if check_target else 0
         stats = _stats(logits, target, vocab_start, checked, ignore_index, smoothing > 0)
         if group is not None:
@@ -289,7 +289,7 @@ def _check_inputs(
             f"cross_entropy: logits must have shape [..., V] with V >= 1, got {list(logits.shape)}"
         )
     check_target_tensor("cross_entropy", "logits", logits, target)
-    check_smoothing("cross_entropy", label_smoothing, _shard(logits, group)[1])
+    check_smoothing("cross_entropy", label_smoothing, shard(logits.shape[-1], group)[1])
 
 
 def check_target_tensor(op: str, name: str, rows: Tensor, target: Tensor) -> None:
@@ -323,15 +323,14 @@ def _check_target(target: Tensor, vocab_size: int, ignore_index: int | None) -> 
         )
 
 
-def _shard(logits: Tensor, group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """The first token of this rank, and the size of the whole vocabulary."""
-    num_tokens = logits.shape[-1]
+def shard(num_tokens: int, group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """The first token of a rank that holds `num_tokens`, and the size of the whole vocabulary."""
     if group is None:
         return 0, num_tokens
     return group.rank() * num_tokens, group.size() * num_tokens
 
 
-def _smoothing(label_smoothing: float, vocab_size: int) -> float:
+def smoothing_of(label_smoothing: float, vocab_size: int) -> float:
     return label_smoothing * vocab_size / (vocab_size - 1) if label_smoothing > 0 else 0.0
 
 
