@@ -12,6 +12,7 @@ from accel.patches import (
     fused_norm,
     gradient_accumulation_fusion,
     host_bf16_gemm,
+    linear_cross_entropy,
     local_spec,
     masked_softmax_fusion,
     norm,
@@ -31,5 +32,6 @@ FEATURES: tuple[Feature, ...] = (
     norm.FEATURE,
     fused_norm.FEATURE,
     fused_cross_entropy.FEATURE,
+    linear_cross_entropy.FEATURE,
     host_bf16_gemm.FEATURE,
 )
