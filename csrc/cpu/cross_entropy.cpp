@@ -1,0 +1,370 @@
+// Softmax cross entropy on CPU. The maths and what is saved: accel/ops/cross_entropy.py.
+//
+// A row is read once: each block of it stays in L1 between the search for its maximum and the sum of
+// its exponentials. Both passes are bound by the exponentials as much as by memory, hence an exp of
+// their own.
+
+#ifndef ACCEL_ISA  // the first time through this file
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include "accel/check.h"
+#include "accel/dtype.h"
+
+namespace accel {
+
+// The rows of `stats`, each of num_rows floats; the last is there under label smoothing only.
+enum CrossEntropyStat { kMax, kSumExp, kTargetLogit, kSumLogits };
+
+struct CrossEntropyForward {
+  const void* logits;
+  const int64_t* target;
+  float* stats;
+  int64_t num_rows;
+  int64_t num_cols;
+  int64_t vocab_start;  // the token of column 0
+};
+
+struct CrossEntropyBackward {
+  const void* logits;
+  const int64_t* target;
+  const float* stats;
+  const float* dloss;
+  void* dlogits;  // may be logits
+  int64_t num_rows;
+  int64_t num_cols;
+  int64_t vocab_start;
+  float on_target;      // what the target has in place of 1, 1 - smoothing
+  float on_each_token;  // smoothing / size of the vocabulary
+};
+
+}  // namespace accel
+
+#define ACCEL_KERNEL_FILE "cpu/cross_entropy.cpp"
+#include "accel/for_each_isa.h"
+#endif
+
+namespace accel::ACCEL_ISA {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// Columns between two looks at the maximum: 8 KiB of bf16 or 16 KiB of fp32, half of a small L1.
+constexpr int64_t kColsPerBlock = 4096;
+
+// Two vectors of consecutive columns. Of bf16 one holds the even columns and the other the odd ones:
+// one load, a shift and a mask widen both, where widening them in order takes four shuffles.
+struct Pair {
+  Vec a, b;
+};
+
+template <typename T>
+ACCEL_INLINE Pair load_pair(const T* p) {
+  return {load(p, Full{}), load(p + kLanes, Full{})};
+}
+
+ACCEL_INLINE Pair load_pair(const BFloat16* p) {
+  const auto bits = load_bits<VecU32>(p);
+  return {bit_cast<Vec>(bits << 16), bit_cast<Vec>(bits & 0xffff0000u)};
+}
+
+template <typename T>
+ACCEL_INLINE void store_pair(T* p, Pair v) {
+  store(p, v.a, Full{});
+  store(p + kLanes, v.b, Full{});
+}
+
+// Not for NaN. Ties round away from zero: as near as to even, and three instructions less.
+ACCEL_INLINE void store_pair(BFloat16* p, Pair v) {
+  const VecU32 even = bit_cast<VecU32>(v.a) + 0x8000u;
+  const VecU32 odd = bit_cast<VecU32>(v.b) + 0x8000u;
+  const VecU32 bits = (even >> 16) | (odd & 0xffff0000u);
+  std::memcpy(static_cast<void*>(p), &bits, sizeof(bits));
+}
+
+// Calls on_pair(column, k), k = 0 and 1 in turn, for whole pairs and on_rest(column, span) after them.
+template <typename OnPair, typename OnRest>
+ACCEL_INLINE void for_each_pair(int64_t num_cols, OnPair on_pair, OnRest on_rest) {
+  int64_t first = 0;
+  for (; first + 4 * kLanes <= num_cols; first += 4 * kLanes) {
+    on_pair(first, 0);
+    on_pair(first + 2 * kLanes, 1);
+  }
+  for_each_vec<1>(num_cols - first, [&](int64_t col, int, auto span) { on_rest(first + col, span); });
+}
+
+// e^v for v <= 0; NaN for NaN. As exp() of math.h, without what only v > 0 needs and with ln 2 in one
+// piece (|v| 2^-28 off, less than the rounding of v itself). The minimax polynomials 1 + r q(r) for
+// |r| <= ln(2) / 2 have a relative error of 1.8e-8 (degree 6: fp32) and 2.8e-6 (degree 4: for what is
+// rounded to 11 bits or fewer).
+template <bool kFp32>
+ACCEL_INLINE Vec exp_below_0(Vec v) {
+  v = max(broadcast(-104.0f), v);  // where e^v is 0 in fp32
+#if ACCEL_LANES == 16
+  const Vec n = (Vec)_mm512_roundscale_ps((__m512)(v * 0x1.715476p+0f), _MM_FROUND_TO_NEAREST_INT);
+#else
+  const Vec n = (v * 0x1.715476p+0f + 0x1.8p23f) - 0x1.8p23f;
+#endif
+  const Vec r = v - n * 0x1.62e43p-1f;
+  Vec p;
+  if constexpr (kFp32) {
+    p = broadcast(0x1.6ae6e0p-10f);
+    p = p * r + 0x1.1267d8p-7f;
+    p = p * r + 0x1.555824p-5f;
+    p = p * r + 0x1.555418p-3f;
+    p = p * r + 0x1.fffffcp-2f;
+    p = p * r + 1.0f;
+  } else {
+    p = broadcast(0x1.541480p-5f);
+    p = p * r + 0x1.57cf54p-3f;
+    p = p * r + 0x1.0003f6p-1f;
+    p = p * r + 0x1.fffba6p-1f;
+  }
+  p = p * r + 1.0f;
+  return scale_by_power_of_2(p, n);
+}
+
+ACCEL_INLINE Vec or_lowest(Vec v, Full) { return v; }
+
+// -inf in the lanes that a tail does not have.
+ACCEL_INLINE Vec or_lowest(Vec v, Tail tail) {
+  for (int i = 0; i < kLanes; ++i) v[i] = i < tail.lanes ? v[i] : -kInfinity;
+  return v;
+}
+
+// NaN is no maximum: it shows in the sum of exponentials.
+template <typename T>
+ACCEL_INLINE float largest(const T* x, int64_t num_cols) {
+  Vec highest[4];
+  for (Vec& v : highest) v = broadcast(-1.0f) * kInfinity;
+  for_each_pair(
+      num_cols,
+      [&](int64_t col, int k) {
+        const Pair v = load_pair(x + col);
+        highest[k] = max(v.a, highest[k]);
+        highest[k + 2] = max(v.b, highest[k + 2]);
+      },
+      [&](int64_t col, auto span) {
+        highest[0] = max(or_lowest(load(x + col, span), span), highest[0]);
+      });
+  return max(max(max(highest[0], highest[1]), max(highest[2], highest[3])));
+}
+
+// Row by row: the largest logit, the sum of e^(x - largest), that of the target minus the largest (0
+// where this shard does not have it) and, on request, the sum of x - largest.
+template <typename T, bool kWithSum>
+void cross_entropy_stats(const CrossEntropyForward& args, int64_t begin, int64_t end) {
+  const int64_t num_cols = args.num_cols;
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(args.logits) + row * num_cols;
+    float highest = -kInfinity, sum_exp = 0.0f, sum_logits = 0.0f;
+    for (int64_t first = 0; first < num_cols; first += kColsPerBlock) {
+      const int64_t count = num_cols - first < kColsPerBlock ? num_cols - first : kColsPerBlock;
+      const float block_max = largest(x + first, count);
+      if (block_max > highest) {
+        sum_exp *= std::exp(highest - block_max);  // 0 for the first block
+        highest = block_max;
+      }
+      // All -inf so far: their exponentials are 0, and NaN stays NaN.
+      const float shift = highest == -kInfinity ? 0.0f : highest;
+      Vec exps[4] = {}, logits[4] = {};
+      const auto add = [&](Vec v, int k, auto span) {
+        exps[k] += keep(exp_below_0<true>(v - shift), span);
+        if constexpr (kWithSum) logits[k] += v;
+      };
+      for_each_pair(
+          count,
+          [&](int64_t col, int k) {
+            const Pair v = load_pair(x + first + col);
+            add(v.a, k, Full{});
+            add(v.b, k + 2, Full{});
+          },
+          [&](int64_t col, auto span) { add(load(x + first + col, span), 0, span); });
+      sum_exp += sum(tree_sum(exps));
+      if constexpr (kWithSum) sum_logits += sum(tree_sum(logits));
+    }
+    const int64_t target = args.target[row] - args.vocab_start;
+    const bool is_here = 0 <= target && target < num_cols;
+    float* stats = args.stats + row;
+    stats[kMax * args.num_rows] = highest;
+    stats[kSumExp * args.num_rows] = sum_exp;
+    stats[kTargetLogit * args.num_rows] =
+        is_here ? static_cast<float>(x[target]) - highest : 0.0f;
+    if constexpr (kWithSum) {
+      stats[kSumLogits * args.num_rows] = sum_logits - highest * static_cast<float>(num_cols);
+    }
+  }
+}
+
+// dlogits = dloss (softmax - on_target [column is the target] - on_each_token), rows [begin, end).
+template <typename T>
+void cross_entropy_backward(const CrossEntropyBackward& args, int64_t begin, int64_t end) {
+  const int64_t num_cols = args.num_cols;
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(args.logits) + row * num_cols;
+    T* dx = static_cast<T*>(args.dlogits) + row * num_cols;
+    const float dloss = args.dloss[row];
+    if (dloss == 0.0f) {  // a masked token
+      std::memset(static_cast<void*>(dx), 0, num_cols * sizeof(T));
+      continue;
+    }
+    const float highest = args.stats[kMax * args.num_rows + row];
+    const float scale = dloss / args.stats[kSumExp * args.num_rows + row];
+    const float uniform = dloss * args.on_each_token;
+    if (!std::isfinite(scale)) {  // so is what follows
+      for (int64_t col = 0; col < num_cols; ++col) dx[col] = std::numeric_limits<T>::quiet_NaN();
+      continue;
+    }
+    const int64_t target = args.target[row] - args.vocab_start;
+    const bool is_here = 0 <= target && target < num_cols;
+    const float target_logit = is_here ? static_cast<float>(x[target]) : 0.0f;
+
+    const auto gradient = [&](Vec v) {
+      return exp_below_0<std::is_same_v<T, float>>(v - highest) * scale - uniform;
+    };
+    for_each_pair(
+        num_cols,
+        [&](int64_t col, int) {
+          const Pair v = load_pair(x + col);
+          store_pair(dx + col, {gradient(v.a), gradient(v.b)});
+        },
+        [&](int64_t col, auto span) { store(dx + col, gradient(load(x + col, span)), span); });
+    if (is_here) {
+      const float softmax = std::exp(target_logit - highest) * scale;
+      dx[target] = static_cast<T>(softmax - dloss * args.on_target - uniform);
+    }
+  }
+}
+
+}  // namespace accel::ACCEL_ISA
+
+#if ACCEL_ISA_IS_LAST
+namespace accel {
+namespace {
+
+using at::Tensor;
+
+// Fewest rows that are worth a thread of their own: some 10 us of exponentials.
+int64_t rows_per_task(int64_t num_cols) { return std::max<int64_t>(1, (1 << 14) / num_cols); }
+
+void check_logits(const char* op, const Tensor& logits, const Tensor& target) {
+  ACCEL_CHECK_VALUE(logits.dim() >= 1 && logits.size(-1) >= 1, op,
+                    ": logits must have shape [..., V] with V >= 1, got ", logits.sizes());
+  ACCEL_CHECK_VALUE(target.scalar_type() == at::kLong, op, ": target must be int64, got ",
+                    target.scalar_type());
+  ACCEL_CHECK_VALUE(target.sizes() == logits.sizes().slice(0, logits.dim() - 1), op,
+                    ": target must have the shape of logits ", logits.sizes(),
+                    " without its last dimension, got ", target.sizes());
+}
+
+// `vocab_size` 0: targets are not checked.
+void check_targets(const Tensor& target, int64_t vocab_size, std::optional<int64_t> ignore_index) {
+  if (vocab_size == 0) return;
+  const int64_t* tokens = target.const_data_ptr<int64_t>();
+  for (int64_t row = 0; row < target.numel(); ++row) {
+    const int64_t token = tokens[row];
+    TORCH_CHECK_INDEX((0 <= token && token < vocab_size) || token == ignore_index,
+                      "cross_entropy: target ", token, " in row ", row,
+                      " is outside the vocabulary of ", vocab_size, " tokens");
+  }
+}
+
+Tensor cross_entropy_stats_cpu(
+    const Tensor& logits_in, const Tensor& target_in, int64_t vocab_start, int64_t vocab_size,
+    std::optional<int64_t> ignore_index, bool with_sum) {
+  check_logits("cross_entropy", logits_in, target_in);
+  const Tensor logits = logits_in.contiguous();
+  const Tensor target = target_in.contiguous();
+  check_targets(target, vocab_size, ignore_index);
+  std::vector<int64_t> sizes(target.sizes().begin(), target.sizes().end());
+  sizes.insert(sizes.begin(), with_sum ? 4 : 3);
+  Tensor stats = at::empty(sizes, logits.options().dtype(at::kFloat));
+  const int64_t num_rows = target.numel(), num_cols = logits.size(-1);
+  const CrossEntropyForward args{
+      .logits = logits.const_data_ptr(),
+      .target = target.const_data_ptr<int64_t>(),
+      .stats = stats.mutable_data_ptr<float>(),
+      .num_rows = num_rows,
+      .num_cols = num_cols,
+      .vocab_start = vocab_start};
+  auto* kernel = float_kernel(logits.scalar_type(), "cross_entropy", [&]<typename T> {
+    return with_sum ? ACCEL_FOR_THIS_CPU(cross_entropy_stats<T, true>)
+                    : ACCEL_FOR_THIS_CPU(cross_entropy_stats<T, false>);
+  });
+  at::parallel_for(0, num_rows, rows_per_task(num_cols), [&](int64_t begin, int64_t end) {
+    kernel(args, begin, end);
+  });
+  return stats;
+}
+
+// `dlogits` may be `logits`.
+void backward_into(
+    const Tensor& dlogits, const Tensor& logits, const Tensor& target_in, const Tensor& stats,
+    const Tensor& dloss_in, int64_t vocab_start, int64_t vocab_size, double smoothing) {
+  const char* op = "cross_entropy backward";
+  check_logits(op, logits, target_in);
+  ACCEL_CHECK_VALUE(stats.dim() == target_in.dim() + 1 && stats.size(0) >= 2 &&
+                        stats.sizes().slice(1) == target_in.sizes() && stats.is_contiguous() &&
+                        stats.scalar_type() == at::kFloat,
+                    op, ": needs the contiguous fp32 stats of the forward, got ",
+                    stats.scalar_type(), stats.sizes());
+  ACCEL_CHECK_VALUE(dloss_in.sizes() == target_in.sizes() && dloss_in.scalar_type() == at::kFloat,
+                    op, ": dloss must be float32 ", target_in.sizes(), " like the loss, got ",
+                    dloss_in.scalar_type(), dloss_in.sizes());
+  ACCEL_CHECK_VALUE(vocab_size >= 1, op, ": vocab_size must be >= 1, got ", vocab_size);
+  const Tensor target = target_in.contiguous();
+  const Tensor dloss = dloss_in.contiguous();
+  const int64_t num_cols = logits.size(-1);
+  const CrossEntropyBackward args{
+      .logits = logits.const_data_ptr(),
+      .target = target.const_data_ptr<int64_t>(),
+      .stats = stats.const_data_ptr<float>(),
+      .dloss = dloss.const_data_ptr<float>(),
+      .dlogits = dlogits.mutable_data_ptr(),
+      .num_rows = target.numel(),
+      .num_cols = num_cols,
+      .vocab_start = vocab_start,
+      .on_target = static_cast<float>(1.0 - smoothing),
+      .on_each_token = static_cast<float>(smoothing / static_cast<double>(vocab_size))};
+  auto* kernel = float_kernel(logits.scalar_type(), op, []<typename T> {
+    return ACCEL_FOR_THIS_CPU(cross_entropy_backward<T>);
+  });
+  at::parallel_for(0, target.numel(), rows_per_task(num_cols), [&](int64_t begin, int64_t end) {
+    kernel(args, begin, end);
+  });
+}
+
+Tensor cross_entropy_bwd_cpu(
+    const Tensor& logits_in, const Tensor& target, const Tensor& stats, const Tensor& dloss,
+    int64_t vocab_start, int64_t vocab_size, double smoothing) {
+  const Tensor logits = logits_in.contiguous();
+  Tensor dlogits = at::empty_like(logits, at::MemoryFormat::Contiguous);
+  backward_into(dlogits, logits, target, stats, dloss, vocab_start, vocab_size, smoothing);
+  return dlogits;
+}
+
+void cross_entropy_bwd_inplace_cpu(
+    const Tensor& logits, const Tensor& target, const Tensor& stats, const Tensor& dloss,
+    int64_t vocab_start, int64_t vocab_size, double smoothing) {
+  ACCEL_CHECK_VALUE(logits.is_contiguous(),
+                    "cross_entropy backward in place: logits must be contiguous, got strides ",
+                    logits.strides());
+  backward_into(logits, logits, target, stats, dloss, vocab_start, vocab_size, smoothing);
+}
+
+TORCH_LIBRARY_IMPL(accel, CPU, m) {
+  m.impl("cross_entropy_stats", &cross_entropy_stats_cpu);
+  m.impl("cross_entropy_bwd", &cross_entropy_bwd_cpu);
+  m.impl("cross_entropy_bwd_", &cross_entropy_bwd_inplace_cpu);
+}
+
+}  // namespace
+}  // namespace accel
+#endif
