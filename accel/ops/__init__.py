@@ -4,11 +4,23 @@ An op is defined here for every device and exists with or without native kernels
 registered per device under the same name. Importing loads no library and compiles nothing. Nothing
 here knows Megatron.
 
-`rms_norm` and `layer_norm` are functions and modules of the same name; the package gives the
-functions.
+`rms_norm`, say, is a function and a module of the same name; the package gives the functions.
 """
 
+from accel.ops.adamw import adamw, adamw_ref
 from accel.ops.layer_norm import layer_norm, layer_norm_ref
+from accel.ops.multi_tensor import l2_norm, l2_norm_ref, scale, scale_ref
 from accel.ops.rms_norm import rms_norm, rms_norm_ref
 
-__all__ = ["layer_norm", "layer_norm_ref", "rms_norm", "rms_norm_ref"]
+__all__ = [
+    "adamw",
+    "adamw_ref",
+    "l2_norm",
+    "l2_norm_ref",
+    "layer_norm",
+    "layer_norm_ref",
+    "rms_norm",
+    "rms_norm_ref",
+    "scale",
+    "scale_ref",
+]

@@ -8,6 +8,7 @@ from accel.patches import (
     cpu_initialization,
     dataset_helpers,
     distributed_optimizer_resume,
+    fused_adamw,
     fused_norm,
     gradient_accumulation_fusion,
     host_bf16_gemm,
@@ -29,5 +30,6 @@ FEATURES: tuple[Feature, ...] = (
     cpu_initialization.FEATURE,
     norm.FEATURE,
     fused_norm.FEATURE,
+    fused_adamw.FEATURE,
     host_bf16_gemm.FEATURE,
 )
