@@ -7,24 +7,32 @@ here knows Megatron.
 An op such as `rms_norm` is a function and a module of the same name; the package gives the function.
 """
 
+from accel.ops.adamw import adamw, adamw_ref
 from accel.ops.attention import attention, attention_ref
 from accel.ops.cross_entropy import cross_entropy, cross_entropy_ref
 from accel.ops.gemm_accumulate import gemm_accumulate, gemm_accumulate_ref
 from accel.ops.layer_norm import layer_norm, layer_norm_ref
 from accel.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
+from accel.ops.multi_tensor import l2_norm, l2_norm_ref, scale, scale_ref
 from accel.ops.rms_norm import rms_norm, rms_norm_ref
 
 __all__ = [
+    "adamw",
+    "adamw_ref",
     "attention",
     "attention_ref",
     "cross_entropy",
     "cross_entropy_ref",
     "gemm_accumulate",
     "gemm_accumulate_ref",
+    "l2_norm",
+    "l2_norm_ref",
     "layer_norm",
     "layer_norm_ref",
     "linear_cross_entropy",
     "linear_cross_entropy_ref",
     "rms_norm",
     "rms_norm_ref",
+    "scale",
+    "scale_ref",
 ]

@@ -8,6 +8,7 @@ from accel.patches import (
     cpu_initialization,
     dataset_helpers,
     distributed_optimizer_resume,
+    fused_adamw,
     fused_attention,
     fused_cross_entropy,
     fused_norm,
@@ -38,6 +39,7 @@ FEATURES: tuple[Feature, ...] = (
     fused_attention.FEATURE,
     fused_cross_entropy.FEATURE,
     linear_cross_entropy.FEATURE,
+    fused_adamw.FEATURE,
     host_bf16_gemm.FEATURE,
     host_half_collectives.FEATURE,
 )

@@ -32,6 +32,20 @@ ACCEL_INLINE float max(Vec v) {
   return largest;
 }
 
+// Correctly rounded; NaN below 0.
+ACCEL_INLINE Vec sqrt(Vec v) {
+#if ACCEL_LANES == 16
+  return (Vec)_mm512_sqrt_ps((__m512)v);
+#elif ACCEL_LANES == 8
+  return (Vec)_mm256_sqrt_ps((__m256)v);
+#elif defined(__SSE__)
+  return (Vec)_mm_sqrt_ps((__m128)v);
+#else
+  for (int i = 0; i < kLanes; ++i) v[i] = __builtin_sqrtf(v[i]);
+  return v;
+#endif
+}
+
 // 2^n v for whole n. Two steps, so that neither overflows before the product does.
 ACCEL_INLINE Vec scale_by_power_of_2(Vec v, Vec n) {
 #if ACCEL_LANES == 16
