@@ -4,11 +4,12 @@ An op is defined here for every device and exists with or without native kernels
 registered per device under the same name. Importing loads no library and compiles nothing. Nothing
 here knows Megatron.
 
-`rms_norm` and `layer_norm` are functions and modules of the same name; the package gives the
-functions.
+`rms_norm`, `layer_norm` and the others are functions and modules of the same name; the package gives
+the functions.
 """
 
 from accel.ops.layer_norm import layer_norm, layer_norm_ref
 from accel.ops.rms_norm import rms_norm, rms_norm_ref
+from accel.ops.rope import rope, rope_ref
 
-__all__ = ["layer_norm", "layer_norm_ref", "rms_norm", "rms_norm_ref"]
+__all__ = ["layer_norm", "layer_norm_ref", "rms_norm", "rms_norm_ref", "rope", "rope_ref"]
