@@ -8,8 +8,18 @@ here knows Megatron.
 the functions.
 """
 
+from accel.ops.add_rms_norm import add_rms_norm, add_rms_norm_ref
 from accel.ops.layer_norm import layer_norm, layer_norm_ref
 from accel.ops.rms_norm import rms_norm, rms_norm_ref
 from accel.ops.rope import rope, rope_ref
 
-__all__ = ["layer_norm", "layer_norm_ref", "rms_norm", "rms_norm_ref", "rope", "rope_ref"]
+__all__ = [
+    "add_rms_norm",
+    "add_rms_norm_ref",
+    "layer_norm",
+    "layer_norm_ref",
+    "rms_norm",
+    "rms_norm_ref",
+    "rope",
+    "rope_ref",
+]

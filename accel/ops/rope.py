@@ -23,6 +23,7 @@ Tables      cos and sin are computed once per freqs tensor (storage, view and ve
 Limits      `unsupported_reason`.
 """
 
+import itertools
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -74,7 +75,7 @@ def _packed_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int, num_rows: int) 
     """[T] the row of freqs for each token of this context-parallel rank."""
     starts = cu_seqlens.tolist()
     rows = []
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in itertools.pairwise(starts):
         offset = start if starts[-1] == num_rows else 0  # a row for each token, else restart
         if cp_size == 1:
             rows.append(torch.arange(offset, offset + end - start))

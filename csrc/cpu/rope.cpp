@@ -45,17 +45,27 @@ struct Pair {
   Vec first, second;
 };
 
+// Elements index[i] of low followed by high.
+ACCEL_INLINE Vec pick(Vec low, Vec high, VecI32 index) {
+#if __has_builtin(__builtin_shuffle)
+  return __builtin_shuffle(low, high, index);
+#else
+  Vec picked;
+  for (int i = 0; i < kLanes; ++i) picked[i] = index[i] < kLanes ? low[index[i]] : high[index[i] - kLanes];
+  return picked;
+#endif
+}
+
 ACCEL_INLINE Pair deinterleave(Vec low, Vec high) {
   VecI32 even;
   for (int i = 0; i < kLanes; ++i) even[i] = 2 * i;
-  return {__builtin_shuffle(low, high, even), __builtin_shuffle(low, high, even + 1)};
+  return {pick(low, high, even), pick(low, high, even + 1)};
 }
 
 ACCEL_INLINE Pair interleave(Pair pair) {
   VecI32 low;
   for (int i = 0; i < kLanes; ++i) low[i] = i / 2 + (i % 2) * kLanes;
-  return {__builtin_shuffle(pair.first, pair.second, low),
-          __builtin_shuffle(pair.first, pair.second, low + kLanes / 2)};
+  return {pick(pair.first, pair.second, low), pick(pair.first, pair.second, low + kLanes / 2)};
 }
 
 // Pairs [j, j + kLanes) of a head: side by side in memory, or `half` apart.

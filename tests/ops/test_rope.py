@@ -219,7 +219,10 @@ class TestTables:
         ({"q": draw(4, 8)}, r"q must have shape \[S, B, heads, D\], got \[4, 8\]"),
         ({"q": torch.ones(4, 2, 3, 8, dtype=torch.int64)}, "floating dtype .* got torch.int64"),
         ({"k": draw(4, 2, 3, 8).half()}, "k must be .* like q, torch.float32 .* got torch.float16"),
-        ({"k": draw(5, 2, 3, 8)}, r"k must have q's leading dimensions, \[4, 2\], got \[5, 2, 3, 8\]"),
+        (
+            {"k": draw(5, 2, 3, 8)},
+            r"k must have q's leading dimensions, \[4, 2\], got \[5, 2, 3, 8\]",
+        ),
         ({"freqs": angles(4, 10)}, "as wide as q's heads, 8, got 10"),
         ({"k": draw(4, 2, 3, 6)}, "as wide as k's heads, 6, got 8"),
         ({"freqs": angles(3, 8)}, "a row for each of 4 positions, got 3"),
@@ -308,4 +311,3 @@ def test_packed_reference_is_megatrons():
         want = rope_utils._apply_rotary_pos_emb_thd(x, cu_seqlens, freqs, cp_group=Rank())
         got, _ = rope_ref(x, freqs, cu_seqlens=cu_seqlens, cp_size=2, cp_rank=1)
         assert torch.equal(got, want)
-

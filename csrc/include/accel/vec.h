@@ -145,6 +145,23 @@ ACCEL_INLINE VecU16 to_bits(Vec v, const Half*) {
 #endif
 }
 
+// v as it would come back from memory of T: no product in it is fused with a later sum.
+ACCEL_INLINE Vec rounded(Vec v, const float*) {
+#if __has_builtin(__builtin_assoc_barrier)
+  return __builtin_assoc_barrier(v);
+#else
+  return v;  // clang fuses within one expression only
+#endif
+}
+
+template <typename T>
+ACCEL_INLINE Vec rounded(Vec v, const T* type) {
+  const auto bits = to_bits(v, type);
+  T lanes[kLanes];
+  std::memcpy(static_cast<void*>(lanes), &bits, sizeof(bits));
+  return load(lanes, Full{});
+}
+
 template <typename T>
 ACCEL_INLINE void store(T* p, Vec v, Full) {
   const auto bits = to_bits(v, p);
