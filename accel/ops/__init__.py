@@ -8,6 +8,7 @@ An op such as `rms_norm` is a function and a module of the same name; the packag
 """
 
 from accel.ops.adamw import adamw, adamw_ref
+from accel.ops.add_rms_norm import add_rms_norm, add_rms_norm_ref
 from accel.ops.attention import attention, attention_ref
 from accel.ops.cross_entropy import cross_entropy, cross_entropy_ref
 from accel.ops.gemm_accumulate import gemm_accumulate, gemm_accumulate_ref
@@ -15,10 +16,13 @@ from accel.ops.layer_norm import layer_norm, layer_norm_ref
 from accel.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
 from accel.ops.multi_tensor import l2_norm, l2_norm_ref, scale, scale_ref
 from accel.ops.rms_norm import rms_norm, rms_norm_ref
+from accel.ops.rope import rope, rope_ref
 
 __all__ = [
     "adamw",
     "adamw_ref",
+    "add_rms_norm",
+    "add_rms_norm_ref",
     "attention",
     "attention_ref",
     "cross_entropy",
@@ -33,6 +37,8 @@ __all__ = [
     "linear_cross_entropy_ref",
     "rms_norm",
     "rms_norm_ref",
+    "rope",
+    "rope_ref",
     "scale",
     "scale_ref",
 ]

@@ -71,9 +71,9 @@ void layer_norm_forward(const LayerNormForward& args, int64_t begin, int64_t end
     args.mean[row] = mean;
     args.rstd[row] = rstd;
 
-    for_each_vec<2>(num_cols, [&](int64_t col, int, auto span) {
+    store_row<kStream>(y, num_cols, [&](int64_t col, auto span) {
       const Vec h = (load(x + col, span) - mean) * rstd;
-      store<kStream>(y + col, h * load(args.scale + col, span) + load(args.bias + col, span), span);
+      return h * load(args.scale + col, span) + load(args.bias + col, span);
     });
   }
   if constexpr (kStream) stream_fence();
@@ -103,13 +103,13 @@ ACCEL_INLINE void layer_norm_backward_row(
   const float mean_g = sum(tree_sum(sums)) / num_cols;
   const float mean_gh = sum(tree_sum(dots)) * rstd / num_cols;
 
-  for_each_vec<2>(num_cols, [&](int64_t col, int, auto span) {
+  store_row<kStream>(dx, num_cols, [&](int64_t col, auto span) {
     const Vec dy_v = load(dy + col, span);
     const Vec h = (load(x + col, span) - mean) * rstd;
     const Vec g = dy_v * load(args.scale + col, span);
-    store<kStream>(dx + col, rstd * (g - mean_g - h * mean_gh), span);
     store(dscale + col, load(dscale + col, span) + dy_v * h, span);
     store(dbias + col, load(dbias + col, span) + dy_v, span);
+    return rstd * (g - mean_g - h * mean_gh);
   });
 }
 

@@ -99,12 +99,11 @@ void check_norm_grad(
 }
 
 bool should_stream(const at::Tensor& output, int64_t num_cols) {
-  constexpr size_t kMinBytes = 64 << 20;
-  constexpr int64_t kWidestLanes = 16;
-  constexpr uintptr_t kWidestVector = 64;
+  constexpr size_t kMinBytes = 16 << 20;
+  constexpr int64_t kLineBytes = 64;
   const auto address = reinterpret_cast<uintptr_t>(output.const_data_ptr());
-  return output.scalar_type() == at::kFloat && output.nbytes() >= kMinBytes && num_cols % kWidestLanes == 0 &&
-      address % kWidestVector == 0;
+  return output.nbytes() >= kMinBytes && num_cols * output.element_size() % kLineBytes == 0 &&
+      address % kLineBytes == 0;
 }
 
 }  // namespace accel

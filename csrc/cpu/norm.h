@@ -62,10 +62,16 @@ struct RowRuns {
   }
 };
 
-// Whether to write `output` past the caches. Measured with RMSNorm on 2 threads of an AMD Zen 3
-// with 32 MiB of L3 (AVX2, N about 4096, median ms with / without): fp32, 64 MiB: forward 5.4 /
-// 7.0, backward 9.0 / 10.6. bf16, 32 MiB: 4.0 / 4.0 and 7.4 / 6.5; 8 MiB: 1.0 / 1.0 and 2.2 / 1.7
-// (each of its stores fills a quarter of a line).
+// Whether to write `output`, rows of num_cols, past the caches.
+// Measured with RMSNorm, N = 4096, median ms with / without, 2 threads:
+//                 AMD Zen 4, AVX-512, 32 MiB L3          AMD Zen 3, AVX2, 32 MiB L3
+//                 forward          backward              forward         backward
+//   fp32 64 MiB   3.8  / 4.8       6.6  / 7.9            5.4 / 7.0       9.0 / 10.6
+//   bf16 32 MiB   1.8  / 2.3       3.5  / 3.9            4.0 / 4.0       7.4 / 6.5
+//   bf16 16 MiB   0.89 / 1.11      1.49 / 1.77
+//   bf16  8 MiB   0.46 / 0.46      0.81 / 0.82           1.0 / 1.0       2.2 / 1.7
+// On Zen 3 the stores of bf16 filled a quarter of a line each; since then they fill a whole one on
+// AVX-512 and half of one on AVX2. Below 16 MiB the next reader would rather find it in the cache.
 bool should_stream(const at::Tensor& output, int64_t num_cols);
 
 }  // namespace accel

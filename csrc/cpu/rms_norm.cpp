@@ -40,6 +40,8 @@ struct RmsNormBackward {
 #include "accel/for_each_isa.h"
 #endif
 
+#include "rms_norm.h"
+
 namespace accel::ACCEL_ISA {
 
 // y = x * rstd * scale with rstd = 1 / sqrt(mean(x^2) + eps), rows [begin, end).
@@ -49,64 +51,21 @@ void rms_norm_forward(const RmsNormForward& args, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(args.x) + row * num_cols;
     T* y = static_cast<T*>(args.y) + row * num_cols;
-
-    Vec squares[4] = {};
-    for_each_vec<4>(num_cols, [&](int64_t col, int k, auto span) {
-      const Vec v = load(x + col, span);
-      squares[k] += v * v;
-    });
-    const float mean_square = sum(tree_sum(squares)) / num_cols;
-    const float rstd = 1.0f / std::sqrt(mean_square + args.eps);
+    const float rstd = inverse_rms(
+        num_cols, args.eps, [&](int64_t col, auto span) { return load(x + col, span); });
     args.rstd[row] = rstd;
-
-    for_each_vec<2>(num_cols, [&](int64_t col, int, auto span) {
-      const Vec v = load(x + col, span) * rstd * load(args.scale + col, span);
-      store<kStream>(y + col, v, span);
-    });
+    scale_row<kStream>(x, rstd, args.scale, y, num_cols, x + num_cols);
   }
   if constexpr (kStream) stream_fence();
 }
 
-// With g = dy * scale and h = x * rstd:
-//   dx = rstd * (g - h * mean(g * h)),  dscale = sum of dy * h over rows.
-// One row; its dscale is added to what is there.
-template <typename T, bool kStream>
-ACCEL_INLINE void rms_norm_backward_row(const RmsNormBackward& args, int64_t row, float* dscale) {
-  const int64_t num_cols = args.num_cols;
-  const T* dy = static_cast<const T*>(args.dy) + row * num_cols;
-  const T* x = static_cast<const T*>(args.x) + row * num_cols;
-  T* dx = static_cast<T*>(args.dx) + row * num_cols;
-  const float rstd = args.rstd[row];
-
-  Vec dots[4] = {};
-  for_each_vec<4>(num_cols, [&](int64_t col, int k, auto span) {
-    const Vec g = load(dy + col, span) * load(args.scale + col, span);
-    dots[k] += g * load(x + col, span);
-  });
-  const float mean_gh = sum(tree_sum(dots)) * rstd / num_cols;
-
-  for_each_vec<2>(num_cols, [&](int64_t col, int, auto span) {
-    const Vec dy_v = load(dy + col, span);
-    const Vec h = load(x + col, span) * rstd;
-    const Vec g = dy_v * load(args.scale + col, span);
-    store<kStream>(dx + col, rstd * (g - h * mean_gh), span);
-    store(dscale + col, load(dscale + col, span) + dy_v * h, span);
-  });
-}
-
-// Rows [begin, end), their dscale summed into one partial. `block_N` is scratch.
 template <typename T, bool kStream>
 void rms_norm_backward(
     const RmsNormBackward& args, int64_t begin, int64_t end, float* block_N, float* dscale) {
-  const int64_t num_cols = args.num_cols;
-  std::memset(dscale, 0, num_cols * sizeof(float));
-  for (int64_t row = begin; row < end;) {
-    const int64_t block_end = row + kRowsPerBlock < end ? row + kRowsPerBlock : end;
-    std::memset(block_N, 0, num_cols * sizeof(float));
-    for (; row < block_end; ++row) rms_norm_backward_row<T, kStream>(args, row, block_N);
-    add_to(dscale, block_N, num_cols);
-  }
-  if constexpr (kStream) stream_fence();
+  rms_norm_backward_run<kStream>(
+      static_cast<const T*>(args.dy), static_cast<const T*>(args.x), args.scale, args.rstd,
+      static_cast<T*>(args.dx), args.num_cols, begin, end, block_N, dscale,
+      [](int64_t, int64_t, Vec dx, auto) { return dx; });
 }
 
 }  // namespace accel::ACCEL_ISA

@@ -64,10 +64,45 @@ ACCEL_INLINE VecU16 narrow(VecU32 v) {
 #endif
 }
 
+#if ACCEL_LANES == 16
+// For 32 words: word i at 2 i + 1, the upper half of lane i.
+ACCEL_INLINE __m512i upper_words() {
+  typedef uint16_t Words __attribute__((vector_size(64)));
+  Words index;
+  for (int i = 0; i < 32; ++i) index[i] = i / 2;
+  return (__m512i)index;
+}
+
+// The words 2 i + 1, the upper halves of the lanes, of two vectors.
+ACCEL_INLINE __m512i upper_halves(__m512i low, __m512i high) {
+  typedef uint16_t Words __attribute__((vector_size(64)));
+  Words index;
+  for (int i = 0; i < 32; ++i) index[i] = 2 * i + 1;
+  return _mm512_permutex2var_epi16(low, (__m512i)index, high);
+}
+
+// fp32 -> bf16 in the upper half of each lane: round to nearest, ties to even.
+ACCEL_INLINE __m512i round_to_bf16(Vec v) {
+  const __m512i bits = (__m512i)v;
+  const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+  rounded = _mm512_mask_add_epi32(rounded, odd, bits, _mm512_set1_epi32(0x8000));
+  // Rounding could carry a NaN into infinity or zero: keep its sign and top bits, and quieten it.
+  const __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
+  return _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
+}
+#endif
+
 ACCEL_INLINE Vec load(const float* p, Full) { return load_bits<Vec>(p); }
 
 ACCEL_INLINE Vec load(const BFloat16* p, Full) {
+#if ACCEL_LANES == 16
+  // One instruction that puts each word into the upper half of its lane, in place of two.
+  const __m512i words = _mm512_castsi256_si512(load_bits<__m256i>(p));
+  return (Vec)_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, upper_words(), words);
+#else
   return bit_cast<Vec>(widen(load_bits<VecU16>(p)) << 16);
+#endif
 }
 
 ACCEL_INLINE Vec load(const Half* p, Full) {
@@ -86,12 +121,16 @@ ACCEL_INLINE Vec load(const Half* p, Full) {
 ACCEL_INLINE Vec to_bits(Vec v, const float*) { return v; }
 
 ACCEL_INLINE VecU16 to_bits(Vec v, const BFloat16*) {
+#if ACCEL_LANES == 16
+  return narrow((VecU32)round_to_bf16(v) >> 16);
+#else
   const VecU32 bits = bit_cast<VecU32>(v);
   const VecU32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   // Rounding could carry a NaN into infinity or zero: keep its sign and top bits, and quieten it.
   const VecU32 quiet = bits | 0x400000u;
   const VecI32 is_nan = v != v;
   return narrow((is_nan ? quiet : rounded) >> 16);
+#endif
 }
 
 ACCEL_INLINE VecU16 to_bits(Vec v, const Half*) {
@@ -104,6 +143,23 @@ ACCEL_INLINE VecU16 to_bits(Vec v, const Half*) {
   for (int i = 0; i < kLanes; ++i) bits[i] = Half(v[i]).x;
   return bits;
 #endif
+}
+
+// v as it would come back from memory of T: no product in it is fused with a later sum.
+ACCEL_INLINE Vec rounded(Vec v, const float*) {
+#if __has_builtin(__builtin_assoc_barrier)
+  return __builtin_assoc_barrier(v);
+#else
+  return v;  // clang fuses within one expression only
+#endif
+}
+
+template <typename T>
+ACCEL_INLINE Vec rounded(Vec v, const T* type) {
+  const auto bits = to_bits(v, type);
+  T lanes[kLanes];
+  std::memcpy(static_cast<void*>(lanes), &bits, sizeof(bits));
+  return load(lanes, Full{});
 }
 
 template <typename T>
@@ -144,14 +200,38 @@ ACCEL_INLINE void stream(T* p, Vec v) {
 #endif
 }
 
-template <bool kStream, typename T, typename Span>
-ACCEL_INLINE void store(T* p, Vec v, Span span) {
-  if constexpr (kStream && std::is_same_v<Span, Full>) {
-    stream(p, v);
+// Two vectors side by side. With AVX-512 that is a whole cache line of 16-bit elements: written at
+// once, and bf16 is rounded and packed in 11 instructions instead of 19.
+template <bool kStream, typename T>
+ACCEL_INLINE void store(T* p, Vec low, Vec high) {
+#if ACCEL_LANES == 16
+  if constexpr (sizeof(T) == 2) {
+    __m512i bits;
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      bits = upper_halves(round_to_bf16(low), round_to_bf16(high));
+    } else {
+      bits = _mm512_castsi256_si512((__m256i)to_bits(low, p));
+      bits = _mm512_inserti64x4(bits, (__m256i)to_bits(high, p), 1);
+    }
+    if constexpr (kStream) {
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(p), bits);
+    } else {
+      _mm512_storeu_si512(p, bits);
+    }
+    return;
+  }
+#endif
+  if constexpr (kStream) {
+    stream(p, low);
+    stream(p + kLanes, high);
   } else {
-    store(p, v, span);
+    store(p, low, Full{});
+    store(p + kLanes, high, Full{});
   }
 }
+
+// Fetches the line of `p` for a later read. Any address will do, even one that is not ours.
+ACCEL_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
 ACCEL_INLINE void stream_fence() {
 #if ACCEL_LANES > 4
@@ -199,6 +279,37 @@ ACCEL_INLINE void for_each_vec(int64_t num_cols, F f) {
   }
   for (; col + kLanes <= num_cols; col += kLanes) f(col, 0, Full{});
   if (col < num_cols) f(col, 0, Tail{num_cols - col});
+}
+
+template <int kRows>
+struct Rows {
+  Vec vec[kRows];
+};
+
+// Stores f(column, span), a Rows<kRows>, to kRows rows of num_cols each: two vectors at a time, so
+// that kStream writes whole lines. The columns must then be whole lines too.
+template <bool kStream, int kRows, typename T, typename F>
+ACCEL_INLINE void store_rows(T* out, int64_t num_cols, F f) {
+  int64_t col = 0;
+  const auto store_one = [&](auto span) {
+    const Rows<kRows> v = f(col, span);
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) store(out + row * num_cols + col, v.vec[row], span);
+  };
+  for (; col + 2 * kLanes <= num_cols; col += 2 * kLanes) {
+    const Rows<kRows> low = f(col, Full{}), high = f(col + kLanes, Full{});
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      store<kStream>(out + row * num_cols + col, low.vec[row], high.vec[row]);
+    }
+  }
+  for (; col + kLanes <= num_cols; col += kLanes) store_one(Full{});
+  if (col < num_cols) store_one(Tail{num_cols - col});
+}
+
+template <bool kStream, typename T, typename F>
+ACCEL_INLINE void store_row(T* out, int64_t num_cols, F f) {
+  store_rows<kStream, 1>(out, num_cols, [&](int64_t col, auto span) { return Rows<1>{f(col, span)}; });
 }
 
 ACCEL_INLINE void add_to(float* totals, const float* terms, int64_t count) {
