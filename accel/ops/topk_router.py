@@ -95,7 +95,7 @@ def _scores(logits: Tensor, score_function: str) -> Tensor:
 
 
 def _only_best_groups(choice: Tensor, topk: int, num_groups: int, group_topk: int) -> Tensor:
-    groups = choice.unflatten(1, (num_groups, -1))
+    groups = choice.unflatten(1, (num_groups, choice.shape[1] // num_groups))
     worth = groups.topk(topk // group_topk, dim=-1).values.sum(-1)
     best = torch.zeros_like(worth, dtype=torch.bool)
     best = best.scatter(1, worth.topk(group_topk, dim=-1).indices, True)
