@@ -267,6 +267,8 @@ def _indistinguishable(changes: Iterable[Change]) -> Iterable[Problem]:
     """Undo finds late copies by identity, so no two functions may be given the same object."""
     seen: dict[int, str] = {}
     for change in changes:
+        if not _has_aliases(change.new):
+            continue  # no copies of it are looked for
         other = seen.setdefault(id(change.new), change.target)
         if other != change.target and isinstance(change.owner, types.ModuleType):
             text = f"is given the same object as {other}; undo could not tell them apart"

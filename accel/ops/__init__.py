@@ -12,11 +12,14 @@ from accel.ops.add_rms_norm import add_rms_norm, add_rms_norm_ref
 from accel.ops.attention import attention, attention_ref
 from accel.ops.cross_entropy import cross_entropy, cross_entropy_ref
 from accel.ops.gemm_accumulate import gemm_accumulate, gemm_accumulate_ref
+from accel.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
 from accel.ops.layer_norm import layer_norm, layer_norm_ref
 from accel.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
+from accel.ops.moe_permute import moe_permute, moe_row_map, moe_unpermute
 from accel.ops.multi_tensor import l2_norm, l2_norm_ref, scale, scale_ref
 from accel.ops.rms_norm import rms_norm, rms_norm_ref
 from accel.ops.rope import rope, rope_ref
+from accel.ops.topk_router import moe_aux_scores, topk_router
 
 __all__ = [
     "adamw",
@@ -29,16 +32,23 @@ __all__ = [
     "cross_entropy_ref",
     "gemm_accumulate",
     "gemm_accumulate_ref",
+    "grouped_gemm",
+    "grouped_gemm_ref",
     "l2_norm",
     "l2_norm_ref",
     "layer_norm",
     "layer_norm_ref",
     "linear_cross_entropy",
     "linear_cross_entropy_ref",
+    "moe_aux_scores",
+    "moe_permute",
+    "moe_row_map",
+    "moe_unpermute",
     "rms_norm",
     "rms_norm_ref",
     "rope",
     "rope_ref",
     "scale",
     "scale_ref",
+    "topk_router",
 ]

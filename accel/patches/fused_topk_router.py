@@ -1,0 +1,109 @@
+"""The router's scores, choice and probabilities as one kernel, forward and backward.
+
+Stock Megatron computes them by a dozen operations over ``[tokens, experts]``, most of which are saved
+for the backward. The kernel reads a token's logits once, writes its probabilities and its map, and saves
+the logits alone. All of Megatron's options are in it: softmax before or after the choice, sigmoid,
+square root of softplus, groups, expert bias, scaling factor. The experts chosen are those of stock
+Megatron, ties included; probabilities differ by roundings of fp32.
+
+With ``--moe-router-fusion`` (served by the feature ``moe_fusion``) or without. Not taken over: logits
+other than fp32 where the flag is missing, because Megatron's versions disagree there on what is rounded
+when; replayed, precomputed and dense routing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.feature import Feature
+from accel.ops import moe_aux_scores
+from accel.ops.topk_router import unsupported_reason
+from accel.patches.fused_moe_permute import _kernel_missing
+from accel.patches.moe_fusion import fused_topk_with_score_function, masked
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE
+
+_UTILS = "megatron.core.transformer.moe.moe_utils"
+
+
+def _served(logits: Tensor) -> bool:
+    return logits.dtype == torch.float32 and unsupported_reason(logits) is None
+
+
+def route_with_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``topk_routing_with_score_function``."""
+
+    @functools.wraps(original)
+    def route(
+        logits: Tensor,
+        topk: int,
+        use_pre_softmax: bool = False,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        scaling_factor: float | None = None,
+        score_function: str = "softmax",
+        expert_bias: Tensor | None = None,
+        fused: bool = False,
+        router_replay: Any = None,
+        dense_output: bool = False,
+        **newer: Any,
+    ) -> Any:
+        choice = (use_pre_softmax, num_groups, group_topk, scaling_factor, score_function)
+        special = (
+            router_replay is not None or dense_output or any(v is not None for v in newer.values())
+        )
+        if fused or special or not _served(logits):
+            return original(
+                logits, topk, *choice, expert_bias, fused, router_replay, dense_output, **newer
+            )
+        return fused_topk_with_score_function(logits, topk, *choice, expert_bias)
+
+    return route
+
+
+def score_with_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``compute_routing_scores_for_aux_loss``."""
+
+    @functools.wraps(original)
+    def score(
+        logits: Tensor,
+        topk: int,
+        score_function: str,
+        fused: bool = False,
+        padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if fused or not _served(logits):
+            return original(logits, topk, score_function, fused, padding_mask)
+        return masked(moe_aux_scores(logits, topk, score_function), padding_mask)
+
+    return score
+
+
+FEATURE = Feature(
+    name="fused_topk_router",
+    summary="compute the router's scores, choice and probabilities by one kernel",
+    preset="fast",
+    numerics="tolerance",
+    megatron=SUPPORTED_RANGE,
+    unavailable=_kernel_missing,
+    patches=(
+        Patch(
+            target=f"{_UTILS}:topk_routing_with_score_function",
+            replacement="accel.patches.fused_topk_router:route_with_kernel",
+            how="wrap",
+            why="One kernel that reads the logits once, in place of a dozen operations.",
+        ),
+        Patch(
+            target=f"{_UTILS}:compute_routing_scores_for_aux_loss",
+            replacement="accel.patches.fused_topk_router:score_with_kernel",
+            how="wrap",
+            expects=("logits", "topk", "score_function", "fused", "padding_mask"),
+            why="One kernel that reads the logits once, in place of half a dozen operations.",
+        ),
+    ),
+)

@@ -1,0 +1,175 @@
+"""The experts of the local spec as one grouped product for each of their two layers.
+
+Without Transformer Engine, Megatron runs its experts one after the other (``SequentialMLP``), also under
+``--moe-grouped-gemm``: each on its own slice of the tokens, through the whole MLP, and the results are
+concatenated. Here all tokens pass the MLP once: a grouped product with each expert's first matrix, the
+activation of all tokens together, a grouped product with each second matrix, straight into place.
+Upstream's own ``MLP.forward`` does that, with grouped layers in place of its two linear ones, so every
+activation and fusion is upstream's.
+
+The module is still ``SequentialMLP``: parameters, initialisation, state-dict keys and sharded checkpoints
+are the same, and each expert's parameters keep their own gradients. With
+``--gradient-accumulation-fusion`` weight gradients are added straight to ``main_grad`` in fp32.
+
+Experts with biases, one expert on a rank, fp8 and fp4, parameters that FSDP or GTP shards, and linear
+layers that somebody replaced or hooked into run one after the other as before; said once on the logger
+``accel``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.feature import Feature
+from accel.ops import grouped_gemm
+from accel.ops._dispatch import log_fallback
+from accel.ops.grouped_gemm import accumulate_wgrad
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE
+
+
+class GroupedLinear(torch.nn.Module):
+    """One linear layer of every expert, for the length of a call; takes the layers' place in their MLP."""
+
+    def __init__(self, layers: Sequence[Any], tokens_per_expert: Tensor) -> None:
+        super().__init__()
+        self.layers = list(layers)  # a plain list: the parameters stay where they are
+        self.tokens_per_expert = tokens_per_expert
+
+    def forward(self, x_TK: Tensor) -> tuple[Tensor, None]:
+        for (
+            layer
+        ) in self.layers:  # those of overlapped parameter gathering: the weight must be here
+            for hook in layer._forward_pre_hooks.values():
+                hook(layer, (x_TK,))
+        weights = [layer.weight for layer in self.layers]
+        # One after the other, empty experts would have a gradient of 0 as well.
+        if self.layers[0].gradient_accumulation_fusion and all(w.requires_grad for w in weights):
+            return _GroupedProduct.apply(x_TK, self.tokens_per_expert, *weights), None
+        y_TN = grouped_gemm(x_TK, weights, self.tokens_per_expert, transpose_b=True)
+        return y_TN, None
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Adds weight gradients to ``main_grad``, by the contract of Megatron's linear layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, tokens_per_expert: Tensor, *weights: Tensor) -> Tensor:
+        ctx.weights = weights
+        ctx.save_for_backward(x_TK, tokens_per_expert)
+        return grouped_gemm(x_TK, weights, tokens_per_expert, transpose_b=True)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
+        x_TK, tokens_per_expert = ctx.saved_tensors
+        weights = [w.detach() for w in ctx.weights]
+        dx_TK = None
+        if ctx.needs_input_grad[0]:
+            dx_TK = grouped_gemm(dy_TN, weights, tokens_per_expert)
+        main_grads = [w.main_grad for w in ctx.weights]
+        accumulate_wgrad(dy_TN, x_TK, tokens_per_expert, main_grads, transpose_b=True)
+        return dx_TK, None, *(_already_added(w) for w in ctx.weights)
+
+
+def _already_added(weight: Any) -> Tensor | None:
+    """What Megatron's own layers return: a tensor without meaning, so that the gradient's hooks run."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)
+
+
+def sequential_reason(experts: Any) -> str | None:
+    """Why these experts run one after the other; None if they can be grouped."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    config = experts.config
+    if config.fp8 or getattr(config, "fp4", None):
+        return "fp8 and fp4"
+    if config.add_bias_linear:
+        return "experts with biases"
+    if getattr(config, "gtp_weight_remat_size", 1) > 1:
+        return "parameters sharded by GTP"
+    for expert in experts.local_experts:
+        if _hooked(expert):
+            return "experts with hooks"
+        for layer, kind in (
+            (expert.linear_fc1, ColumnParallelLinear),
+            (expert.linear_fc2, RowParallelLinear),
+        ):
+            if type(layer) is not kind:
+                return f"a linear layer of type {type(layer).__name__}"
+            if _hooked(layer) or layer._forward_pre_hooks_with_kwargs:
+                return "linear layers with hooks"
+            if type(layer.weight) is not torch.nn.Parameter or hasattr(
+                layer.weight, "__fsdp_param__"
+            ):
+                return "parameters sharded by FSDP"
+    return None
+
+
+def _hooked(module: torch.nn.Module) -> bool:
+    return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+def grouped_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``SequentialMLP.forward``."""
+
+    @functools.wraps(original)
+    def forward(
+        self: Any,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.num_local_experts == 1:
+            return original(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+        if reason := sequential_reason(self):
+            log_fallback("grouped_gemm of SequentialMLP", reason)
+            return original(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+        x, probs = permuted_local_hidden_states, permuted_probs
+        if self.config.moe_apply_probs_on_input:
+            x = (probs.unsqueeze(-1) * x).to(x.dtype)
+            probs = torch.ones_like(probs)
+        counts = tokens_per_expert.to(device="cpu", dtype=torch.int64)
+        # Upstream's MLP itself, with grouped layers: a copy that shares all else with expert 0.
+        mlp = copy.copy(self.local_experts[0])
+        mlp._modules = {
+            **mlp._modules,
+            "linear_fc1": GroupedLinear([e.linear_fc1 for e in self.local_experts], counts),
+            "linear_fc2": GroupedLinear([e.linear_fc2 for e in self.local_experts], counts),
+        }
+        return mlp(x, probs)
+
+    return forward
+
+
+FEATURE = Feature(
+    name="grouped_gemm",
+    summary="run the experts of the local spec as one grouped product for each layer",
+    preset="fast",
+    numerics="tolerance",
+    megatron=SUPPORTED_RANGE,
+    patches=(
+        Patch(
+            target="megatron.core.transformer.moe.experts:SequentialMLP.forward",
+            replacement="accel.patches.grouped_gemm:grouped_forward",
+            how="wrap",
+            expects=(
+                "self",
+                "permuted_local_hidden_states",
+                "tokens_per_expert",
+                "permuted_probs",
+            ),
+            why="Upstream's local experts run one after the other, even under --moe-grouped-gemm.",
+        ),
+    ),
+)
