@@ -9,6 +9,16 @@ An op such as `rms_norm` is a function and a module of the same name; the packag
 
 from accel.ops.attention import attention, attention_ref
 from accel.ops.layer_norm import layer_norm, layer_norm_ref
+from accel.ops.masked_softmax import masked_softmax, masked_softmax_ref
 from accel.ops.rms_norm import rms_norm, rms_norm_ref
 
-__all__ = ["attention", "attention_ref", "layer_norm", "layer_norm_ref", "rms_norm", "rms_norm_ref"]
+__all__ = [
+    "attention",
+    "attention_ref",
+    "layer_norm",
+    "layer_norm_ref",
+    "masked_softmax",
+    "masked_softmax_ref",
+    "rms_norm",
+    "rms_norm_ref",
+]

@@ -10,6 +10,7 @@ from accel.patches import (
     distributed_optimizer_resume,
     fused_attention,
     fused_norm,
+    fused_softmax,
     gradient_accumulation_fusion,
     host_bf16_gemm,
     local_spec,
@@ -31,5 +32,6 @@ FEATURES: tuple[Feature, ...] = (
     norm.FEATURE,
     fused_norm.FEATURE,
     fused_attention.FEATURE,
+    fused_softmax.FEATURE,
     host_bf16_gemm.FEATURE,
 )
