@@ -15,6 +15,7 @@ from accel.ops.gemm_accumulate import gemm_accumulate, gemm_accumulate_ref
 from accel.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
 from accel.ops.layer_norm import layer_norm, layer_norm_ref
 from accel.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_ref
+from accel.ops.masked_softmax import masked_softmax, masked_softmax_ref
 from accel.ops.moe_permute import moe_permute, moe_row_map, moe_unpermute
 from accel.ops.multi_tensor import l2_norm, l2_norm_ref, scale, scale_ref
 from accel.ops.rms_norm import rms_norm, rms_norm_ref
@@ -40,6 +41,8 @@ __all__ = [
     "layer_norm_ref",
     "linear_cross_entropy",
     "linear_cross_entropy_ref",
+    "masked_softmax",
+    "masked_softmax_ref",
     "moe_aux_scores",
     "moe_permute",
     "moe_row_map",

@@ -13,6 +13,7 @@ from accel.patches import (
     fused_cross_entropy,
     fused_moe_permute,
     fused_norm,
+    fused_softmax,
     fused_topk_router,
     fused_weight_gradient,
     gradient_accumulation_fusion,
@@ -48,6 +49,7 @@ FEATURES: tuple[Feature, ...] = (
     grouped_gemm.FEATURE,
     fused_moe_permute.FEATURE,
     fused_topk_router.FEATURE,
+    fused_softmax.FEATURE,
     host_bf16_gemm.FEATURE,
     host_half_collectives.FEATURE,
 )

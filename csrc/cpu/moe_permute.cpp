@@ -54,7 +54,7 @@ void moe_copy_to_rows(const MoeRows& args, int64_t begin, int64_t end) {
       float* to = static_cast<float*>(args.rows_out) + args.copies.rows[i] * num_cols;
       if constexpr (kStream) {
         for_each_vec<4>(num_cols, [&](int64_t col, int, auto span) {
-          store<true>(to + col, load(from + col, span), span);
+          store_one<true>(to + col, load(from + col, span), span);
         });
       } else {
         std::memcpy(to, from, num_cols * sizeof(float));
@@ -101,7 +101,7 @@ void moe_sum_rows(const MoeRows& args, int64_t begin, int64_t end) {
         const Vec v = load(in + rows[i] * num_cols + col, span);
         total += kWeighted ? v * args.weights[rows[i]] : v;
       }
-      store<kStream>(out + col, total, span);
+      store_one<kStream>(out + col, total, span);
     });
   }
   if constexpr (kStream) stream_fence();

@@ -200,6 +200,16 @@ ACCEL_INLINE void stream(T* p, Vec v) {
 #endif
 }
 
+// One vector, past the caches where kStream says so and the span is whole.
+template <bool kStream, typename T, typename Span>
+ACCEL_INLINE void store_one(T* p, Vec v, Span span) {
+  if constexpr (kStream && std::is_same_v<Span, Full>) {
+    stream(p, v);
+  } else {
+    store(p, v, span);
+  }
+}
+
 // Two vectors side by side. With AVX-512 that is a whole cache line of 16-bit elements: written at
 // once, and bf16 is rounded and packed in 11 instructions instead of 19.
 template <bool kStream, typename T>

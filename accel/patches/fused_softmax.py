@@ -1,0 +1,73 @@
+"""The masked softmax of upstream's unfused attention in one pass.
+
+Where ``fused_attention`` cannot serve a mask (padding masks, ``--reset-attention-mask``), upstream's
+attention stores its scores, and ``FusedScaleMaskSoftmax.forward_torch_softmax`` scales, masks and
+normalises them in up to five passes, in fp32 only where ``--attention-softmax-in-fp32`` is given.
+Here each row is read once and written once, forward and backward, and arithmetic is always fp32. Masks
+mean what they mean upstream: hidden scores are -10000, so a query that sees nothing spreads evenly.
+
+A softmax with an offset (attention sinks) is upstream's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from accel.feature import Context, Feature
+from accel.ops import _native, masked_softmax
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
+
+
+def forward_one_pass(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def forward_torch_softmax(
+        self: Any, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None
+    ) -> Tensor:
+        if softmax_offset is not None:
+            return original(self, input, mask, softmax_offset)
+        num_queries, num_keys = input.shape[2:]
+        causal = False
+        if self.window_size is not None:
+            from megatron.core.transformer.utils import get_sliding_window_causal_mask
+
+            mask = get_sliding_window_causal_mask(num_queries, num_keys, self.window_size)
+        elif mask is None and num_queries > 1:
+            causal = self.attn_mask_type.name == "causal"
+        scale = 1.0 if self.scale is None else self.scale
+        return masked_softmax(input, mask, scale=scale, causal=causal)
+
+    return forward_torch_softmax
+
+
+def _kernel_missing(context: Context) -> str | None:
+    if context.device != "cpu":
+        return f"no softmax kernel for {context.device} yet"
+    missing = _native.reason()
+    if missing is None:
+        _native.isa()  # a wrong ACCEL_CPU_ISA is an error now, not in the first layer
+    return missing
+
+
+FEATURE = Feature(
+    name="fused_softmax",
+    summary="run the masked softmax of attention with masks of its own in one pass",
+    preset="fast",
+    numerics="tolerance",
+    megatron=SUPPORTED_RANGE,
+    unavailable=_kernel_missing,
+    patches=(
+        Patch(
+            target="megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.forward_torch_softmax",
+            replacement="accel.patches.fused_softmax:forward_one_pass",
+            how="wrap",
+            expects=("self", "input", "mask", "softmax_offset"),
+            sources=dict.fromkeys(SUPPORTED_MEGATRON, "f12995ec9fbc"),
+            why="Upstream reads and writes the scores once for each of scale, mask and softmax.",
+        ),
+    ),
+)
