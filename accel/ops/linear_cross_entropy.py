@@ -46,8 +46,8 @@ the products no faster (bf16, H 2048, 2 threads of an AMD Zen 4: 416 to 441 GFLO
 387 to 437 for 2048 x 2048, 336 to 407 for 128 x 32000), and fewer add to the buffer more often."""
 
 TOKENS_PER_CHUNK = 512
-"""At T 2048, H 2048, V 32000 a step took 2.73 to 2.91 s with 512 and 2.77 to 3.03 s with 1024, and
-held 18.5 against 25.0 MiB."""
+"""At T 2048, H 2048, V 32000 a step takes 2.7 to 3.0 s with 512 as with 1024, and holds 18.5 MiB
+against 25.0."""
 
 
 def linear_cross_entropy_ref(
