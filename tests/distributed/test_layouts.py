@@ -28,6 +28,15 @@ LAYOUTS = {
         "dense",
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
+    "tp2_sp_linear_cross_entropy": (
+        "dense",
+        "--tensor-model-parallel-size 2 --sequence-parallel --accel-linear-cross-entropy",
+    ),
+    "dp2_distributed_optimizer_linear_cross_entropy": (
+        "dense",
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+        " --accel-linear-cross-entropy",
+    ),
     "ep2_alltoall": ("moe", "--expert-model-parallel-size 2"),
 }
 
