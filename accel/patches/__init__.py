@@ -9,12 +9,14 @@ from accel.patches import (
     dataset_helpers,
     distributed_optimizer_resume,
     fused_norm,
+    fused_rope,
     gradient_accumulation_fusion,
     host_bf16_gemm,
     local_spec,
     masked_softmax_fusion,
     norm,
     optimizer_cpu_offload,
+    rope_fusion,
 )
 
 __all__ = ["FEATURES"]
@@ -24,10 +26,12 @@ FEATURES: tuple[Feature, ...] = (
     local_spec.FEATURE,
     gradient_accumulation_fusion.FEATURE,
     masked_softmax_fusion.FEATURE,
+    rope_fusion.FEATURE,
     distributed_optimizer_resume.FEATURE,
     optimizer_cpu_offload.FEATURE,
     cpu_initialization.FEATURE,
     norm.FEATURE,
     fused_norm.FEATURE,
+    fused_rope.FEATURE,
     host_bf16_gemm.FEATURE,
 )
