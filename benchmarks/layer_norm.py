@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accel.ops import layer_norm
 from accel.testing import bench
-from benchmarks._norm import norm_cases
+from benchmarks._norm import Targets, norm_cases
 
 
 def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def eager(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def cases(quick: bool) -> Iterator[bench.Case]:
-    return norm_cases(layer_norm, eager, 2, {}, quick)
+    return norm_cases(layer_norm, eager, 2, Targets(), quick)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accel.ops import rms_norm
 from accel.testing import bench
-from benchmarks._norm import COMPILE, EAGER, norm_cases
+from benchmarks._norm import Targets, norm_cases
 
 
 def eager(x: Tensor, weight: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def eager(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def cases(quick: bool) -> Iterator[bench.Case]:
-    return norm_cases(rms_norm, eager, 1, {EAGER: 4.0, COMPILE: 1.5}, quick)
+    return norm_cases(rms_norm, eager, 1, Targets((0.7, 0.6), (1.3, 2.0)), quick)
 
 
 def main(argv: list[str] | None = None) -> int:

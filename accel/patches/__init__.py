@@ -13,6 +13,7 @@ from accel.patches import (
     fused_cross_entropy,
     fused_moe_permute,
     fused_norm,
+    fused_rope,
     fused_softmax,
     fused_topk_router,
     fused_weight_gradient,
@@ -26,6 +27,7 @@ from accel.patches import (
     moe_fusion,
     norm,
     optimizer_cpu_offload,
+    rope_fusion,
 )
 
 __all__ = ["FEATURES"]
@@ -36,6 +38,7 @@ FEATURES: tuple[Feature, ...] = (
     gradient_accumulation_fusion.FEATURE,
     masked_softmax_fusion.FEATURE,
     moe_fusion.FEATURE,
+    rope_fusion.FEATURE,
     distributed_optimizer_resume.FEATURE,
     optimizer_cpu_offload.FEATURE,
     cpu_initialization.FEATURE,
@@ -50,6 +53,7 @@ FEATURES: tuple[Feature, ...] = (
     fused_moe_permute.FEATURE,
     fused_topk_router.FEATURE,
     fused_softmax.FEATURE,
+    fused_rope.FEATURE,
     host_bf16_gemm.FEATURE,
     host_half_collectives.FEATURE,
 )

@@ -1,9 +1,8 @@
 """Scripts that ask for Transformer Engine run where it is not installed.
 
 ``--transformer-impl transformer_engine`` is Megatron's default; without the package stock Megatron
-fails while it builds the layer spec. The local spec is taken instead, and one line says so;
-likewise Megatron's default of fused rotary embeddings, whose kernel is Transformer Engine's.
-Nothing changes where that is installed.
+fails while it builds the layer spec. The local spec is taken instead, and one line says so. Nothing
+changes where that is installed.
 """
 
 from __future__ import annotations
@@ -24,9 +23,6 @@ def without_te(context: Context) -> list[str]:
         notes.append(
             "transformer_engine is not installed: --transformer-impl local is used instead"
         )
-    if getattr(args, "apply_rope_fusion", False):
-        args.apply_rope_fusion = False
-        notes.append("transformer_engine is not installed: rotary embeddings run unfused")
     if not getattr(args, "no_persist_layer_norm", True) and not _apex_installed():
         args.no_persist_layer_norm = True  # the name of an Apex kernel; the mathematics is the same
     return notes

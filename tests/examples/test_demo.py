@@ -22,7 +22,7 @@ LOG = """\
 INFO:accel:megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__ -> accel.patches.norm:new_norm
 INFO:accel:megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__ -> accel.patches.norm:new_norm
 [accel] device cpu (asked for) | megatron-core 0.19.2 | preset fast | 1 patch
-[accel] transformer_engine is not installed: rotary embeddings run unfused
+[accel] transformer_engine is not installed: --transformer-impl local is used instead
 [accel]   norm                          active    preset
 [accel]   host_bf16_gemm                idle      preset: this CPU multiplies bf16 natively
  [2026-11-21 05:00:00.0] iteration        1/      40 | consumed samples:            8 | \
@@ -137,7 +137,9 @@ def test_parse_reads_losses_memory_and_the_start_up_table(demo):
     assert parsed.intervals == [demo.measure.Interval(1, 8.3)]
     assert parsed.peak_bytes == {0: 2 << 20, 1: 3 << 19}
     assert parsed.head.startswith("cpu (asked for) | megatron-core 0.19.2")
-    assert parsed.notes == ["transformer_engine is not installed: rotary embeddings run unfused"]
+    assert parsed.notes == [
+        "transformer_engine is not installed: --transformer-impl local is used instead"
+    ]
     assert [(f["name"], f["state"]) for f in parsed.features] == [
         ("norm", "active"),
         ("host_bf16_gemm", "idle"),

@@ -13,6 +13,7 @@ from accel.feature import Context
 from accel.patches import command_line
 from accel.patches.local_spec import without_te
 from accel.patches.optimizer_cpu_offload import offload_nothing
+from accel.patches.rope_fusion import without_the_flag
 
 WITHOUT_TE = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is not None,
@@ -27,19 +28,38 @@ def context(device: str = "cpu", **args: Any) -> Context:
 @WITHOUT_TE
 def test_te_spec_becomes_local_and_says_so_in_one_line() -> None:
     asked = context(transformer_impl="transformer_engine", apply_rope_fusion=True)
-    notes = without_te(asked)
-    assert (asked.args.transformer_impl, asked.args.apply_rope_fusion) == ("local", False)
-    assert len(notes) == 2
-    assert "--transformer-impl local is used instead" in notes[0]
+    (note,) = without_te(asked)
+    assert (asked.args.transformer_impl, asked.args.apply_rope_fusion) == ("local", True)
+    assert "--transformer-impl local is used instead" in note
 
 
 @WITHOUT_TE
 def test_what_asks_for_nothing_of_te_is_left_alone() -> None:
     for impl in ("local", "inference_optimized"):
-        asked = context(transformer_impl=impl, apply_rope_fusion=False)
+        asked = context(transformer_impl=impl)
         assert without_te(asked) == []
         assert asked.args.transformer_impl == impl
     assert without_te(context()) == [], "a nested yaml namespace has no such attributes"
+
+
+@WITHOUT_TE
+@pytest.mark.parametrize(
+    ("device", "args", "kept"),
+    [
+        ("cpu", {}, True),
+        ("cpu", {"rotary_interleaved": True}, False),
+        ("cpu", {"multi_latent_attention": True}, False),
+        ("cuda", {"multi_latent_attention": True}, True),
+    ],
+)
+def test_rope_fusion_is_left_on_where_megatron_can_go_with_it(
+    device: str, args: dict[str, bool], kept: bool
+) -> None:
+    asked = context(device, apply_rope_fusion=True, **args)
+    notes = without_the_flag(asked)
+    assert asked.args.apply_rope_fusion is kept
+    assert len(notes) == (not kept)
+    assert all("the same rotation runs without the flag" in note for note in notes)
 
 
 def test_offload_on_the_cpu_moves_nothing() -> None:

@@ -1,0 +1,112 @@
+"""``--apply-rope-fusion``, Megatron's default, where Transformer Engine is not installed.
+
+With the flag, Megatron's configuration asks for two functions that it takes from Transformer Engine
+and refuses to be built without them. Here they are Megatron's own unfused functions, so the numbers
+are those of ``--no-rope-fusion``; the feature ``fused_rope`` replaces what both lead to by a kernel.
+
+Two layouts do without the flag, and say so: interleaved pairs, which Megatron allows with it from
+Transformer Engine 2.3 on, and on the CPU multi-latent attention, whose fused kernels are Triton's.
+Without the flag they come to the same functions.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from accel.feature import Context, Feature
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE
+
+_WHY = (
+    "Upstream's own is Transformer Engine's and stays None without it; its check wants a function."
+)
+
+
+class _Rank(NamedTuple):
+    """As much of a context-parallel group as the packed rotation looks at."""
+
+    cp_size: int
+    cp_rank: int
+
+    def size(self) -> int:
+        return self.cp_size
+
+    def rank(self) -> int:
+        return self.cp_rank
+
+
+def apply_sbhd(
+    t: Tensor, freqs: Tensor, transpose_output_memory: bool = False, interleaved: bool = False
+) -> Tensor:
+    """As Transformer Engine's: t ``[S, B, heads, D]``; freqs may have more rows than t."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    return rope_utils._apply_rotary_pos_emb_bshd(t, freqs[: t.shape[0]], interleaved)
+
+
+def apply_thd(
+    t: Tensor,
+    cu_seqlens: Tensor,
+    freqs: Tensor,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    interleaved: bool = False,
+) -> Tensor:
+    """As Transformer Engine's: t ``[T, heads, D]``, packed sequences."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    group: Any = _Rank(cp_size, cp_rank)
+    return rope_utils._apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, interleaved, cp_group=group)
+
+
+def without_the_flag(context: Context) -> list[str]:
+    """Turn the flag off where Megatron cannot go with it; a line if so."""
+    args = context.args
+    if _te_installed() or not getattr(args, "apply_rope_fusion", False):
+        return []
+    if getattr(args, "multi_latent_attention", False):
+        why = (
+            "for multi-latent attention its kernels are Triton's" if context.device == "cpu" else ""
+        )
+    elif getattr(args, "rotary_interleaved", False):
+        why = "Megatron wants Transformer Engine 2.3 for interleaved pairs"
+    else:
+        why = ""
+    if not why:
+        return []
+    args.apply_rope_fusion = False
+    return [f"--apply-rope-fusion: {why}: the same rotation runs without the flag"]
+
+
+def _te_installed() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _te_serves(context: Context) -> str | None:
+    return "transformer_engine is installed" if _te_installed() else None
+
+
+FEATURE = Feature(
+    name="rope_fusion",
+    summary="serve --apply-rope-fusion where Transformer Engine is not installed",
+    preset="off",
+    numerics="bit-identical",
+    megatron=SUPPORTED_RANGE,
+    idle=_te_serves,
+    prepare=without_the_flag,
+    patches=(
+        Patch(
+            target="megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb",
+            replacement="accel.patches.rope_fusion:apply_sbhd",
+            why=_WHY,
+        ),
+        Patch(
+            target="megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb_thd",
+            replacement="accel.patches.rope_fusion:apply_thd",
+            why=_WHY,
+        ),
+    ),
+)
