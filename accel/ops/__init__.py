@@ -8,7 +8,17 @@ here knows Megatron.
 functions.
 """
 
+from accel.ops.activation import bias_gelu, geglu, squared_relu, swiglu
 from accel.ops.layer_norm import layer_norm, layer_norm_ref
 from accel.ops.rms_norm import rms_norm, rms_norm_ref
 
-__all__ = ["layer_norm", "layer_norm_ref", "rms_norm", "rms_norm_ref"]
+__all__ = [
+    "bias_gelu",
+    "geglu",
+    "layer_norm",
+    "layer_norm_ref",
+    "rms_norm",
+    "rms_norm_ref",
+    "squared_relu",
+    "swiglu",
+]
