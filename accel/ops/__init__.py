@@ -7,6 +7,7 @@ here knows Megatron.
 An op such as `rms_norm` is a function and a module of the same name; the package gives the function.
 """
 
+from accel.ops.activation import bias_gelu, geglu, squared_relu, swiglu
 from accel.ops.adamw import adamw, adamw_ref
 from accel.ops.add_rms_norm import add_rms_norm, add_rms_norm_ref
 from accel.ops.attention import attention, attention_ref
@@ -29,8 +30,10 @@ __all__ = [
     "add_rms_norm_ref",
     "attention",
     "attention_ref",
+    "bias_gelu",
     "cross_entropy",
     "cross_entropy_ref",
+    "geglu",
     "gemm_accumulate",
     "gemm_accumulate_ref",
     "grouped_gemm",
@@ -53,5 +56,7 @@ __all__ = [
     "rope_ref",
     "scale",
     "scale_ref",
+    "squared_relu",
+    "swiglu",
     "topk_router",
 ]
