@@ -59,39 +59,23 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 // Columns between two looks at the maximum: 8 KiB of bf16 or 16 KiB of fp32, half of a small L1.
 constexpr int64_t kColsPerBlock = 4096;
 
-// Two vectors of consecutive columns. Of bf16 one holds the even columns and the other the odd ones:
-// one load, a shift and a mask widen both, where widening them in order takes four shuffles.
-struct Pair {
-  Vec a, b;
-};
-
-template <typename T>
-ACCEL_INLINE Pair load_pair(const T* p) {
-  return {load(p, Full{}), load(p + kLanes, Full{})};
-}
-
-ACCEL_INLINE Pair load_pair(const BFloat16* p) {
-  const auto bits = load_bits<VecU32>(p);
-  return {bit_cast<Vec>(bits << 16), bit_cast<Vec>(bits & 0xffff0000u)};
-}
-
 template <typename T>
 ACCEL_INLINE void store_pair(T* p, Pair v) {
-  store(p, v.a, Full{});
-  store(p + kLanes, v.b, Full{});
+  store(p, v.v[0], Full{});
+  store(p + kLanes, v.v[1], Full{});
 }
 
 // Not for NaN. Ties round away from zero: as near as to even, and three instructions less.
 ACCEL_INLINE void store_pair(BFloat16* p, Pair v) {
-  const VecU32 even = bit_cast<VecU32>(v.a) + 0x8000u;
-  const VecU32 odd = bit_cast<VecU32>(v.b) + 0x8000u;
+  const VecU32 even = bit_cast<VecU32>(v.v[0]) + 0x8000u;
+  const VecU32 odd = bit_cast<VecU32>(v.v[1]) + 0x8000u;
   const VecU32 bits = (even >> 16) | (odd & 0xffff0000u);
   std::memcpy(static_cast<void*>(p), &bits, sizeof(bits));
 }
 
 // Calls on_pair(column, k), k = 0 and 1 in turn, for whole pairs and on_rest(column, span) after them.
 template <typename OnPair, typename OnRest>
-ACCEL_INLINE void for_each_pair(int64_t num_cols, OnPair on_pair, OnRest on_rest) {
+ACCEL_INLINE void for_each_whole_pair(int64_t num_cols, OnPair on_pair, OnRest on_rest) {
   int64_t first = 0;
   for (; first + 4 * kLanes <= num_cols; first += 4 * kLanes) {
     on_pair(first, 0);
@@ -151,12 +135,12 @@ template <typename T>
 ACCEL_INLINE float largest(const T* x, int64_t num_cols) {
   Vec highest[4];
   for (Vec& v : highest) v = broadcast(-1.0f) * kInfinity;
-  for_each_pair(
+  for_each_whole_pair(
       num_cols,
       [&](int64_t col, int k) {
-        const Pair v = load_pair(x + col);
-        highest[k] = max(v.a, highest[k]);
-        highest[k + 2] = max(v.b, highest[k + 2]);
+        const Pair v = load(x + col, FullPair{});
+        highest[k] = max(v.v[0], highest[k]);
+        highest[k + 2] = max(v.v[1], highest[k + 2]);
       },
       [&](int64_t col, auto span) {
         highest[0] = max(or_lowest(load(x + col, span), span), highest[0]);
@@ -187,13 +171,13 @@ void cross_entropy_stats(const CrossEntropyForward& args, int64_t begin, int64_t
         exps[k] += keep(exp_below_0<kDegree>(v - shift), span);
         if constexpr (kWithSum) logits[k] += v;
       };
-      for_each_pair(
+      for_each_whole_pair(
           count,
           [&](int64_t col, int k) {
-            const Pair v = load_pair(x + first + col);
+            const Pair v = load(x + first + col, FullPair{});
             __builtin_prefetch(x + first + col + kColsPerBlock);  // beyond the row: of the next one
-            add(v.a, k, Full{});
-            add(v.b, k + 2, Full{});
+            add(v.v[0], k, Full{});
+            add(v.v[1], k + 2, Full{});
           },
           [&](int64_t col, auto span) { add(load(x + first + col, span), 0, span); });
       sum_exp += sum(tree_sum(exps));
@@ -239,11 +223,11 @@ void cross_entropy_backward(const CrossEntropyBackward& args, int64_t begin, int
     const auto gradient = [&](Vec v) {
       return exp_below_0<kDegree>(v - highest) * scale - uniform;
     };
-    for_each_pair(
+    for_each_whole_pair(
         num_cols,
         [&](int64_t col, int) {
-          const Pair v = load_pair(x + col);
-          store_pair(dx + col, {gradient(v.a), gradient(v.b)});
+          const Pair v = load(x + col, FullPair{});
+          store_pair(dx + col, {{gradient(v.v[0]), gradient(v.v[1])}});
         },
         [&](int64_t col, auto span) { store(dx + col, gradient(load(x + col, span)), span); });
     if (is_here) {

@@ -41,7 +41,7 @@ struct RopeCall {
 
 namespace accel::ACCEL_ISA {
 
-struct Pair {
+struct Rotated {
   Vec first, second;
 };
 
@@ -56,13 +56,13 @@ ACCEL_INLINE Vec pick(Vec low, Vec high, VecI32 index) {
 #endif
 }
 
-ACCEL_INLINE Pair deinterleave(Vec low, Vec high) {
+ACCEL_INLINE Rotated deinterleave(Vec low, Vec high) {
   VecI32 even;
   for (int i = 0; i < kLanes; ++i) even[i] = 2 * i;
   return {pick(low, high, even), pick(low, high, even + 1)};
 }
 
-ACCEL_INLINE Pair interleave(Pair pair) {
+ACCEL_INLINE Rotated interleave(Rotated pair) {
   VecI32 low;
   for (int i = 0; i < kLanes; ++i) low[i] = i / 2 + (i % 2) * kLanes;
   return {pick(pair.first, pair.second, low), pick(pair.first, pair.second, low + kLanes / 2)};
@@ -70,13 +70,13 @@ ACCEL_INLINE Pair interleave(Pair pair) {
 
 // Pairs [j, j + kLanes) of a head: side by side in memory, or `half` apart.
 template <bool kInterleaved, typename T>
-ACCEL_INLINE Pair load_pairs(const T* head, int64_t j, int64_t half, Full full) {
+ACCEL_INLINE Rotated load_pairs(const T* head, int64_t j, int64_t half, Full full) {
   if constexpr (!kInterleaved) return {load(head + j, full), load(head + half + j, full)};
   return deinterleave(load(head + 2 * j, full), load(head + 2 * j + kLanes, full));
 }
 
 template <bool kInterleaved, typename T>
-ACCEL_INLINE Pair load_pairs(const T* head, int64_t j, int64_t half, Tail tail) {
+ACCEL_INLINE Rotated load_pairs(const T* head, int64_t j, int64_t half, Tail tail) {
   if constexpr (!kInterleaved) return {load(head + j, tail), load(head + half + j, tail)};
   T lanes[2 * kLanes] = {};
   std::memcpy(static_cast<void*>(lanes), head + 2 * j, 2 * tail.lanes * sizeof(T));
@@ -84,19 +84,19 @@ ACCEL_INLINE Pair load_pairs(const T* head, int64_t j, int64_t half, Tail tail) 
 }
 
 template <bool kInterleaved, typename T>
-ACCEL_INLINE void store_pairs(T* head, int64_t j, int64_t half, Pair pair, Full full) {
+ACCEL_INLINE void store_pairs(T* head, int64_t j, int64_t half, Rotated pair, Full full) {
   if constexpr (!kInterleaved) {
     store(head + j, pair.first, full);
     store(head + half + j, pair.second, full);
   } else {
-    const Pair mixed = interleave(pair);
+    const Rotated mixed = interleave(pair);
     store(head + 2 * j, mixed.first, full);
     store(head + 2 * j + kLanes, mixed.second, full);
   }
 }
 
 template <bool kInterleaved, typename T>
-ACCEL_INLINE void store_pairs(T* head, int64_t j, int64_t half, Pair pair, Tail tail) {
+ACCEL_INLINE void store_pairs(T* head, int64_t j, int64_t half, Rotated pair, Tail tail) {
   if constexpr (!kInterleaved) {
     store(head + j, pair.first, tail);
     store(head + half + j, pair.second, tail);
@@ -109,12 +109,12 @@ ACCEL_INLINE void store_pairs(T* head, int64_t j, int64_t half, Pair pair, Tail 
 
 // Pairs [j, j + 2 kLanes): whole lines, for kStream.
 template <bool kInterleaved, bool kStream, typename T>
-ACCEL_INLINE void store_pairs(T* head, int64_t j, int64_t half, Pair a, Pair b) {
+ACCEL_INLINE void store_pairs(T* head, int64_t j, int64_t half, Rotated a, Rotated b) {
   if constexpr (!kInterleaved) {
     store<kStream>(head + j, a.first, b.first);
     store<kStream>(head + half + j, a.second, b.second);
   } else {
-    const Pair mixed_a = interleave(a), mixed_b = interleave(b);
+    const Rotated mixed_a = interleave(a), mixed_b = interleave(b);
     store<kStream>(head + 2 * j, mixed_a.first, mixed_a.second);
     store<kStream>(head + 2 * (j + kLanes), mixed_b.first, mixed_b.second);
   }
@@ -127,7 +127,7 @@ struct Angles {
 
   // The rotation, or its transpose: with one angle for both members, the rotation back.
   template <bool kInverse, typename Span>
-  ACCEL_INLINE Pair rotate(Pair x, int64_t j, Span span) const {
+  ACCEL_INLINE Rotated rotate(Rotated x, int64_t j, Span span) const {
     const Vec cos_1 = load(cos + j, span), cos_2 = load(cos + second + j, span);
     const Vec sin_1 = load(sin + j, span), sin_2 = load(sin + second + j, span);
     if constexpr (kInverse) {
@@ -140,12 +140,12 @@ struct Angles {
 template <typename T, bool kInterleavedIn, bool kInterleavedOut, bool kInverse, bool kStream>
 ACCEL_INLINE void rope_head(const T* x, T* y, const Angles& angles, int64_t half) {
   const auto rotated = [&](int64_t j, auto span) {
-    const Pair pair = load_pairs<kInterleavedIn>(x, j, half, span);
+    const Rotated pair = load_pairs<kInterleavedIn>(x, j, half, span);
     return angles.rotate<kInverse>(pair, j, span);
   };
   int64_t j = 0;
   for (; j + 2 * kLanes <= half; j += 2 * kLanes) {
-    const Pair a = rotated(j, Full{}), b = rotated(j + kLanes, Full{});
+    const Rotated a = rotated(j, Full{}), b = rotated(j + kLanes, Full{});
     store_pairs<kInterleavedOut, kStream>(y, j, half, a, b);
   }
   for (; j + kLanes <= half; j += kLanes) {

@@ -36,13 +36,15 @@ struct TopkRouter {
   bool normalize_all;  // the scores of the auxiliary loss: probabilities of all experts
 };
 
-// What one row needs while it is worked on: [E] each, then [groups] each.
+// What one row needs while it is worked on. Vectors of values are whole: [E] and [groups] up to a
+// multiple of kWidestLanes, so that only memory that is ours is ever worked on in parts.
+constexpr int64_t kWidestLanes = 16;
+
 struct RouterScratch {
   float* scores;
   float* choice;
-  float* spare;
   float* groups;
-  float* group_spare;
+  float* tops;             // [topk] or [group_topk]
   int64_t* indices;        // [topk]
   int64_t* group_indices;  // [group_topk]
 };
@@ -97,85 +99,120 @@ ACCEL_INLINE Vec softplus(Vec v) {
 
 ACCEL_INLINE Vec softplus_root(Vec v) { return square_root(softplus(v)); }
 
-// The k indices of the largest values in descending order; `values` is used up. Where the choice is
-// not unique (equal values, NaN, -inf among the chosen) it is torch's, on a second look at the row.
-ACCEL_INLINE void largest(float* values, const float* again, int64_t count, int64_t k,
-                          int64_t* indices) {
-  float last = std::numeric_limits<float>::quiet_NaN();
-  for (int64_t i = 0; i <= k; ++i) {
-    Vec best = broadcast(kLowest);
-    VecI32 has_nan{};
-    for_each_vec<1>(count, [&](int64_t j, int, auto span) {
-      Vec v = load(values + j, span);
-      if constexpr (std::is_same_v<decltype(span), Tail>) {
-        for (int lane = 0; lane < kLanes; ++lane) v[lane] = lane < span.lanes ? v[lane] : kLowest;
-      }
-      best = max(v, best);
-      has_nan |= v != v;
-    });
-    bool nan = false;
-    for (int lane = 0; lane < kLanes; ++lane) nan |= has_nan[lane] != 0;
-    const float top = max(best);
-    if (nan || (i < k && top == kLowest) || (i == k && k < count && top == last)) {
-      return torch_topk(again, count, k, indices);
-    }
-    if (i == k) return;
-    int64_t index = 0;
-    while (values[index] != top) ++index;
-    indices[i] = index;
-    values[index] = kLowest;
-    last = top;
-  }
-}
-
 ACCEL_INLINE float max_of(float a, float b) { return a > b ? a : b; }
 
-// The score of every expert; for softmax_chosen the logit itself.
+// Calls f(j) for the first lane of every vector that holds some of `count` values.
+template <typename F>
+ACCEL_INLINE void for_vecs(int64_t count, F f) {
+  for (int64_t j = 0; j < count; j += kLanes) f(j);
+}
+
+ACCEL_INLINE Vec at(const float* values, int64_t j) { return load(values + j, Full{}); }
+ACCEL_INLINE void put(float* values, int64_t j, Vec v) { store(values + j, v, Full{}); }
+
+// Sets the lanes beyond `count`.
+ACCEL_INLINE void pad(float* values, int64_t count, float with) {
+  for (int64_t j = count; j % kLanes != 0; ++j) values[j] = with;
+}
+
+ACCEL_INLINE VecI32 lane_numbers() {
+  VecI32 lanes;
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i;
+  return lanes;
+}
+
+// Every lane holds the largest of all.
+ACCEL_INLINE Vec max_everywhere(Vec v) {
+#pragma GCC unroll 4
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    v = max(v, __builtin_shuffle(v, (lane_numbers() + step) & (kLanes - 1)));
+  }
+  return v;
+}
+
+ACCEL_INLINE int min_lane(VecI32 v) {
+#pragma GCC unroll 4
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    const VecI32 other = __builtin_shuffle(v, (lane_numbers() + step) & (kLanes - 1));
+    v = v < other ? v : other;
+  }
+  return v[0];
+}
+
+// The k largest, in descending order; lanes beyond `count` must hold kLowest. Where the choice is not
+// unique (equal values, NaN, -inf among the chosen) it is torch's, on a second look.
+ACCEL_INLINE void largest(float* values, int64_t count, int64_t k, int64_t* indices, float* tops) {
+  bool unique = true;
+  int64_t found = 0;
+  VecI32 is_nan{};
+  for_vecs(count, [&](int64_t j) { is_nan |= at(values, j) != at(values, j); });
+  if (min_lane(is_nan) != 0) unique = false;  // true is -1
+  for (; unique && found <= k; ++found) {
+    Vec best = broadcast(kLowest);
+    VecI32 where{};
+    for_vecs(count, [&](int64_t j) {
+      const Vec v = at(values, j);
+      const VecI32 larger = v > best;
+      best = larger ? v : best;
+      where = larger ? lane_numbers() + static_cast<int>(j) : where;
+    });
+    const Vec top = max_everywhere(best);
+    if (found == k) {
+      unique = k == count || top[0] != tops[k - 1];
+      break;
+    }
+    unique = top[0] != kLowest;
+    if (!unique) break;
+    const VecI32 nowhere = lane_numbers() * 0 + 0x7fffffff;
+    indices[found] = min_lane(best == top ? where : nowhere);
+    tops[found] = top[0];
+    values[indices[found]] = kLowest;
+  }
+  for (int64_t i = 0; i < found && i < k; ++i) values[indices[i]] = tops[i];
+  if (!unique) torch_topk(values, count, k, indices);
+}
+
+// The score of every expert; for softmax_chosen the logit itself. Lanes beyond: what -inf scores.
 template <typename T>
 ACCEL_INLINE void router_scores(Score score, const T* logits, int64_t count, float* scores) {
-  if (score == Score::sigmoid) {
-    return for_each_vec<1>(count, [&](int64_t j, int, auto span) {
-      store(scores + j, sigmoid(load(logits + j, span)), span);
-    });
+  for_each_vec<1>(count, [&](int64_t j, int, auto span) { put(scores, j, load(logits + j, span)); });
+  pad(scores, count, kLowest);
+  switch (score) {
+    case Score::softmax_chosen: return;
+    case Score::sigmoid:
+      return for_vecs(count, [&](int64_t j) { put(scores, j, sigmoid(at(scores, j))); });
+    case Score::sqrt_softplus:
+      return for_vecs(count, [&](int64_t j) { put(scores, j, softplus_root(at(scores, j))); });
+    case Score::softmax_all: break;
   }
-  if (score == Score::sqrt_softplus) {
-    return for_each_vec<1>(count, [&](int64_t j, int, auto span) {
-      store(scores + j, softplus_root(load(logits + j, span)), span);
-    });
-  }
-  float highest = kLowest;
-  for_each_vec<1>(count, [&](int64_t j, int, auto span) {
-    store(scores + j, load(logits + j, span), span);
-  });
-  if (score == Score::softmax_chosen) return;
-  for (int64_t j = 0; j < count; ++j) highest = max_of(highest, scores[j]);
+  Vec highest = broadcast(kLowest);
+  for_vecs(count, [&](int64_t j) { highest = max(highest, at(scores, j)); });
+  highest = max_everywhere(highest);
   Vec total{};
-  for_each_vec<1>(count, [&](int64_t j, int, auto span) {
-    const Vec v = exp(load(scores + j, span) - highest);
-    total += keep(v, span);
-    store(scores + j, v, span);
+  for_vecs(count, [&](int64_t j) {
+    const Vec v = exp(at(scores, j) - highest);
+    total += v;
+    put(scores, j, v);
   });
   const float sum_of_all = sum(total);
-  for_each_vec<1>(count, [&](int64_t j, int, auto span) {
-    store(scores + j, load(scores + j, span) / sum_of_all, span);
-  });
+  for_vecs(count, [&](int64_t j) { put(scores, j, at(scores, j) / sum_of_all); });
 }
 
 // Leaves only the experts of the best groups: a group is worth the sum of its best.
 ACCEL_INLINE void limit_groups(const TopkRouter& args, const RouterScratch& scratch) {
   const int64_t size = args.num_experts / args.num_groups;
   const int64_t best = args.topk / args.group_topk;
+  float* group = scratch.groups + (args.num_groups + kWidestLanes - 1) / kWidestLanes * kWidestLanes;
   for (int64_t g = 0; g < args.num_groups; ++g) {
-    const float* values = scratch.choice + g * size;
-    std::memcpy(scratch.spare, values, size * sizeof(float));
-    largest(scratch.spare, values, size, best, scratch.indices);
+    std::memcpy(group, scratch.choice + g * size, size * sizeof(float));
+    pad(group, size, kLowest);
+    largest(group, size, best, scratch.indices, scratch.tops);
     float worth = 0;
-    for (int64_t i = 0; i < best; ++i) worth += values[scratch.indices[i]];
+    for (int64_t i = 0; i < best; ++i) worth += group[scratch.indices[i]];
     scratch.groups[g] = worth;
   }
-  std::memcpy(scratch.group_spare, scratch.groups, args.num_groups * sizeof(float));
-  largest(scratch.group_spare, scratch.groups, args.num_groups, args.group_topk,
-          scratch.group_indices);
+  pad(scratch.groups, args.num_groups, kLowest);
+  largest(scratch.groups, args.num_groups, args.group_topk, scratch.group_indices, scratch.tops);
   for (int64_t g = 0; g < args.num_groups; ++g) {
     bool kept = false;
     for (int64_t i = 0; i < args.group_topk; ++i) kept |= scratch.group_indices[i] == g;
@@ -187,50 +224,51 @@ ACCEL_INLINE void limit_groups(const TopkRouter& args, const RouterScratch& scra
 ACCEL_INLINE void router_weights(const TopkRouter& args, const RouterScratch& scratch) {
   float* scores = scratch.scores;
   const int64_t* chosen = scratch.indices;
+  float total = 0;
   if (args.score == Score::softmax_chosen) {
-    float highest = scores[chosen[0]];
-    for (int64_t i = 1; i < args.topk; ++i) highest = max_of(highest, scores[chosen[i]]);
-    float total = 0;
+    float highest = kLowest;
+    for (int64_t i = 0; i < args.topk; ++i) highest = max_of(highest, scores[chosen[i]]);
     for (int64_t i = 0; i < args.topk; ++i) {
-      scores[chosen[i]] = std::exp(scores[chosen[i]] - highest);
+      scores[chosen[i]] = exp(broadcast(scores[chosen[i]] - highest))[0];
       total += scores[chosen[i]];
     }
-    for (int64_t i = 0; i < args.topk; ++i) scores[chosen[i]] /= total;
   } else if (args.score != Score::softmax_all && args.topk > 1) {
-    float total = 0;
     for (int64_t i = 0; i < args.topk; ++i) total += scores[chosen[i]];
-    for (int64_t i = 0; i < args.topk; ++i) scores[chosen[i]] /= total + 1e-20f;
+    total += 1e-20f;
+  } else {
+    total = 1;
   }
-  if (args.scale != 1) {
-    for (int64_t i = 0; i < args.topk; ++i) scores[chosen[i]] *= args.scale;
+  for (int64_t i = 0; i < args.topk; ++i) {
+    scores[chosen[i]] = scores[chosen[i]] / total * args.scale;
   }
 }
 
 template <typename T>
-void topk_router_forward(const TopkRouter& args, int64_t begin, int64_t end,
-                         const RouterScratch& scratch) {
+void topk_router_forward(
+    const TopkRouter& args, int64_t begin, int64_t end, const RouterScratch& scratch) {
   const int64_t count = args.num_experts;
   float* scores = scratch.scores;
   float* choice = scratch.choice;
   for (int64_t row = begin; row < end; ++row) {
     router_scores(args.score, static_cast<const T*>(args.logits) + row * count, count, scores);
-    for_each_vec<1>(count, [&](int64_t j, int, auto span) {
-      const Vec v = load(scores + j, span);
-      store(choice + j, args.bias ? v + load(args.bias + j, span) : v, span);
-    });
+    for_vecs(count, [&](int64_t j) { put(choice, j, at(scores, j)); });
+    if (args.bias) {
+      for (int64_t j = 0; j < count; ++j) choice[j] += args.bias[j];
+    }
+    pad(choice, count, kLowest);
     if (args.num_groups > 0) limit_groups(args, scratch);
-    std::memcpy(scratch.spare, choice, count * sizeof(float));
-    largest(scratch.spare, choice, count, args.topk, scratch.indices);
+    largest(choice, count, args.topk, scratch.indices, scratch.tops);
     bool* map = args.routing_map + row * count;
     std::memset(map, 0, count);
     for (int64_t i = 0; i < args.topk; ++i) map[scratch.indices[i]] = true;
     if (args.normalize_all) {
       float* out = static_cast<float*>(args.probs) + row * count;
+      pad(scores, count, 0);
       Vec total{};
-      for_each_vec<1>(count, [&](int64_t j, int, auto span) { total += load(scores + j, span); });
+      for_vecs(count, [&](int64_t j) { total += at(scores, j); });
       const float divisor = args.score == Score::softmax_all ? 1.0f : sum(total) + 1e-20f;
       for_each_vec<1>(count, [&](int64_t j, int, auto span) {
-        store(out + j, load(scores + j, span) / divisor, span);
+        store(out + j, at(scores, j) / divisor, span);
       });
       continue;
     }
@@ -243,64 +281,84 @@ void topk_router_forward(const TopkRouter& args, int64_t begin, int64_t end,
   }
 }
 
-// dscore / dlogit, of the sigmoid and of the root of softplus.
-ACCEL_INLINE Vec score_slope(Score score, Vec logit, Vec value) {
-  if (score == Score::sigmoid) return value * (1.0f - value);
-  return sigmoid(logit) / (2.0f * value);
+// What the backward of a row starts from: g = dprobs * scale at the chosen experts and 0 elsewhere,
+// wanted = 1 for these.
+template <typename T>
+ACCEL_INLINE void router_gradient(
+    const TopkRouter& args, int64_t row, float* g, float* wanted) {
+  const int64_t count = args.num_experts;
+  if (args.normalize_all) {
+    const float* dscores = static_cast<const float*>(args.dprobs) + row * count;
+    for_each_vec<1>(count, [&](int64_t j, int, auto span) {
+      put(g, j, load(dscores + j, span));
+      put(wanted, j, broadcast(1));
+    });
+    return pad(wanted, count, 0);
+  }
+  for_vecs(count, [&](int64_t j) {
+    put(g, j, Vec{});
+    put(wanted, j, Vec{});
+  });
+  const T* dprobs = static_cast<const T*>(args.dprobs) + row * count;
+  const bool* chosen = args.chosen + row * count;
+  for (int64_t j = 0; j < count; j += 8) {
+    uint64_t eight = 0;  // most are 0: look at eight at once
+    std::memcpy(&eight, chosen + j, count - j < 8 ? count - j : 8);
+    for (; eight != 0; eight &= eight - 1) {
+      const int64_t expert = j + __builtin_ctzll(eight) / 8;
+      g[expert] = static_cast<float>(dprobs[expert]) * args.scale;
+      wanted[expert] = 1;
+    }
+  }
 }
 
-// With g = dprobs * scale at the chosen experts:
+// With g = dprobs * scale at the chosen experts and p their probabilities before scaling:
 //   softmax        dlogit = p (g - sum(p g)), over all experts or over the chosen ones
 //   the others     dscore = (g - sum(p g)) / (sum of the chosen scores), dlogit = dscore dscore/dlogit
 // `normalize_all` is the same with every expert chosen.
 template <typename T>
-void topk_router_backward(const TopkRouter& args, int64_t begin, int64_t end,
-                          const RouterScratch& scratch) {
+void topk_router_backward(
+    const TopkRouter& args, int64_t begin, int64_t end, const RouterScratch& scratch) {
   const int64_t count = args.num_experts;
   float* scores = scratch.scores;
   float* g = scratch.choice;
-  float* wanted = scratch.spare;  // 1 for the chosen, 0 for the others
+  float* wanted = scratch.groups;
+  const bool softmax = args.score == Score::softmax_all || args.score == Score::softmax_chosen;
+  const bool normalized = softmax || args.topk > 1 || args.normalize_all;
   for (int64_t row = begin; row < end; ++row) {
     const T* logits = static_cast<const T*>(args.logits) + row * count;
     T* dlogits = static_cast<T*>(args.probs) + row * count;
-    for (int64_t j = 0; j < count; ++j) {
-      wanted[j] = args.normalize_all || args.chosen[row * count + j];
-      const float dprob = args.normalize_all
-          ? static_cast<const float*>(args.dprobs)[row * count + j]
-          : static_cast<float>(static_cast<const T*>(args.dprobs)[row * count + j]);
-      g[j] = wanted[j] != 0 ? dprob * args.scale : 0.0f;
-    }
+    router_gradient<T>(args, row, g, wanted);
     router_scores(args.score, logits, count, scores);
-    float divisor = 1;
     if (args.score == Score::softmax_chosen) {
-      float highest = kLowest, total = 0;
-      for (int64_t j = 0; j < count; ++j) highest = wanted[j] != 0 ? max_of(highest, scores[j]) : highest;
-      for (int64_t j = 0; j < count; ++j) {
-        scores[j] = wanted[j] != 0 ? std::exp(scores[j] - highest) : 0.0f;
-        total += scores[j];
-      }
-      for (int64_t j = 0; j < count; ++j) scores[j] /= total;
-    } else if (args.score != Score::softmax_all && (args.topk > 1 || args.normalize_all)) {
-      divisor = 1e-20f;
-      for (int64_t j = 0; j < count; ++j) divisor += wanted[j] != 0 ? scores[j] : 0.0f;
+      Vec highest = broadcast(kLowest);
+      for_vecs(count, [&](int64_t j) {
+        highest = max(highest, at(wanted, j) != 0 ? at(scores, j) : broadcast(kLowest));
+      });
+      highest = max_everywhere(highest);
+      for_vecs(count, [&](int64_t j) {
+        put(scores, j, at(wanted, j) != 0 ? exp(at(scores, j) - highest) : Vec{});
+      });
     }
-    const bool normalized = args.score == Score::softmax_all || args.score == Score::softmax_chosen ||
-        args.topk > 1 || args.normalize_all;
-    Vec dots{};
-    for_each_vec<1>(count, [&](int64_t j, int, auto span) {
-      const Vec term = load(scores + j, span) * load(g + j, span);
-      dots += load(wanted + j, span) != 0 ? term : Vec{};
+    Vec dots{}, totals{};
+    for_vecs(count, [&](int64_t j) {
+      const Vec score = at(wanted, j) != 0 ? at(scores, j) : Vec{};
+      dots += score * at(g, j);
+      totals += score;
     });
+    float divisor = 1;
+    if (args.score == Score::softmax_chosen) divisor = sum(totals);
+    if (!softmax && normalized) divisor = sum(totals) + 1e-20f;
     const float mean = normalized ? sum(dots) / divisor : 0.0f;
     for_each_vec<1>(count, [&](int64_t j, int, auto span) {
-      const Vec score = load(scores + j, span);
-      const Vec centred = load(g + j, span) - mean;
-      if (args.score == Score::softmax_all || args.score == Score::softmax_chosen) {
-        return store(dlogits + j, score * centred, span);
+      const Vec score = at(scores, j);
+      const Vec centred = (at(g, j) - mean) / divisor;
+      if (softmax) return store(dlogits + j, score * centred, span);
+      Vec slope = score * (1.0f - score);
+      if (args.score == Score::sqrt_softplus) {
+        slope = sigmoid(load(logits + j, span)) / (2.0f * score);
       }
-      const Vec slope = score_slope(args.score, load(logits + j, span), score);
-      const Vec dlogit = centred / divisor * slope;
-      store(dlogits + j, load(wanted + j, span) != 0 ? dlogit : Vec{}, span);
+      store(dlogits + j, at(wanted, j) != 0 ? centred * slope : Vec{}, span);
     });
   }
 }
@@ -332,15 +390,15 @@ template <typename Kernel>
 void for_each_row(const TopkRouter& args, int64_t num_rows, Kernel kernel) {
   const int64_t grain = std::max<int64_t>(1, (1 << 13) / args.num_experts);
   at::parallel_for(0, num_rows, grain, [&](int64_t begin, int64_t end) {
-    std::vector<float> values(3 * args.num_experts + 2 * args.num_groups);
+    // `groups` is followed by one group, no larger than E, and is all of `wanted` in the backward.
+    const int64_t padded = at::divup(args.num_experts, kWidestLanes) * kWidestLanes;
+    std::vector<float> values(4 * padded + kWidestLanes + args.topk);
     std::vector<int64_t> indices(args.topk + args.group_topk);
-    float* groups = values.data() + 3 * args.num_experts;
     const RouterScratch scratch{
         .scores = values.data(),
-        .choice = values.data() + args.num_experts,
-        .spare = values.data() + 2 * args.num_experts,
-        .groups = groups,
-        .group_spare = groups + args.num_groups,
+        .choice = values.data() + padded,
+        .groups = values.data() + 2 * padded,
+        .tops = values.data() + 4 * padded + kWidestLanes,
         .indices = indices.data(),
         .group_indices = indices.data() + args.topk};
     kernel(args, begin, end, scratch);
