@@ -200,7 +200,12 @@ class ActivationContract(OpContract):
             (torch.ones(2, 8), torch.ones(7), None, r"bias must .* \[8\], .* got \[7\]"),
             (torch.ones(2, 8), torch.ones(8).half(), None, "bias must be torch.float32 .*float16"),
             (torch.ones(2, 8), torch.ones(8).to("meta"), None, "bias must be on cpu .* got meta"),
-            (torch.ones(2, 8), None, torch.ones(8), r"probs must .* \[2\] or \[2, 1\], .*got \[8\]"),
+            (
+                torch.ones(2, 8),
+                None,
+                torch.ones(8),
+                r"probs must .* \[2\] or \[2, 1\], .*got \[8\]",
+            ),
             (torch.ones(2, 8), None, torch.ones(2).half(), "probs must be .* got torch.float16"),
             (torch.ones(2, 8), None, torch.ones(2).to("meta"), "probs must be on cpu .* got meta"),
         ],
@@ -305,7 +310,7 @@ def test_streaming_stores_change_no_bit():
 
 def test_bad_options():
     x = torch.ones(2, 8)
-    with pytest.raises(ValueError, match="clamp_value must not be negative, got -1.0"):
+    with pytest.raises(ValueError, match=r"clamp_value must not be negative, got -1\.0"):
         swiglu(x, clamp_value=-1.0)
     with pytest.raises(ValueError, match=r"approximate must be one of .*got 'none'"):
         geglu(x, approximate="none")
