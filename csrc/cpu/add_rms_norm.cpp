@@ -72,7 +72,10 @@ void add_rms_norm_forward(const AddRmsNormForward& args, int64_t begin, int64_t 
           reinterpret_cast<float*>(total), num_cols * static_cast<int64_t>(sizeof(T)) / 4,
           [&](int64_t word, auto span) { return load(words + word, span); });
     }
-    scale_row<kStream>(sums, rstd, args.scale, y, num_cols, x + num_cols);
+    scale_row<kStream>(sums, rstd, args.scale, y, num_cols, [&](int64_t col) {
+      prefetch(x + num_cols, col);
+      prefetch(residual + num_cols, col);
+    });
   }
   if constexpr (kStream) stream_fence();
 }
@@ -88,6 +91,7 @@ void add_rms_norm_backward(
       static_cast<T*>(args.dx), num_cols, begin, end, block_N, dscale,
       [&](int64_t row, int64_t col, Vec dx, auto span) {
         if constexpr (!kTotal) return dx;
+        prefetch(dtotal + (row + kRowsAtOnce) * num_cols, col);
         return rounded(dx, dtotal) + load(dtotal + row * num_cols + col, span);
       });
 }

@@ -54,7 +54,8 @@ void rms_norm_forward(const RmsNormForward& args, int64_t begin, int64_t end) {
     const float rstd = inverse_rms(
         num_cols, args.eps, [&](int64_t col, auto span) { return load(x + col, span); });
     args.rstd[row] = rstd;
-    scale_row<kStream>(x, rstd, args.scale, y, num_cols, x + num_cols);
+    scale_row<kStream>(
+        x, rstd, args.scale, y, num_cols, [&](int64_t col) { prefetch(x + num_cols, col); });
   }
   if constexpr (kStream) stream_fence();
 }

@@ -5,8 +5,10 @@
 
 namespace accel::ACCEL_ISA {
 
-// Rows that the backward finishes together: their dscale is read and written once.
-constexpr int kRowsAtOnce = 4;
+// Rows that the backward finishes together: their dscale is read and written once, while the next
+// ones are fetched into L2. bf16 4096 x 4096, 2 threads of an AMD Zen 4, share of a streaming copy's
+// bandwidth, medians of 5 runs: 1 row 0.65, 2 rows 0.68, 4 rows 0.60; into L1 or not fetched 0.5.
+constexpr int kRowsAtOnce = 2;
 
 // 1 / sqrt(mean(v^2) + eps) of one row; `value(col, span)` gives v, and is called once per column.
 template <typename F>
@@ -20,12 +22,12 @@ ACCEL_INLINE float inverse_rms(int64_t num_cols, float eps, F value) {
   return 1.0f / std::sqrt(mean_square + eps);
 }
 
-// y = x * rstd * scale
-template <bool kStream, typename T>
+// y = x * rstd * scale. `fetch(col)` prefetches what the next row reads first.
+template <bool kStream, typename T, typename F>
 ACCEL_INLINE void scale_row(
-    const T* x, float rstd, const float* scale, T* y, int64_t num_cols, const T* next) {
+    const T* x, float rstd, const float* scale, T* y, int64_t num_cols, F fetch) {
   store_row<kStream>(y, num_cols, [&](int64_t col, auto span) {
-    prefetch(next + col);
+    fetch(col);
     return load(x + col, span) * rstd * load(scale + col, span);
   });
 }
@@ -53,8 +55,8 @@ ACCEL_INLINE void rms_norm_backward_rows(
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
       const int64_t at = row * num_cols + col;
-      prefetch(dy + kRows * num_cols + at);
-      prefetch(x + kRows * num_cols + at);
+      prefetch(dy + (kRows + row) * num_cols, col);
+      prefetch(x + (kRows + row) * num_cols, col);
       const Vec dy_v = load(dy + at, span);
       const Vec h = load(x + at, span) * rstd[row];
       const Vec g = dy_v * scale_v;

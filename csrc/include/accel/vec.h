@@ -81,15 +81,27 @@ ACCEL_INLINE __m512i upper_halves(__m512i low, __m512i high) {
   return _mm512_permutex2var_epi16(low, (__m512i)index, high);
 }
 
-// fp32 -> bf16 in the upper half of each lane: round to nearest, ties to even.
-ACCEL_INLINE __m512i round_to_bf16(Vec v) {
+// fp32 -> bf16 in the upper half of each lane: round to nearest, ties to even. Not for NaN.
+ACCEL_INLINE __m512i round_number_to_bf16(Vec v) {
   const __m512i bits = (__m512i)v;
   const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
-  __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
-  rounded = _mm512_mask_add_epi32(rounded, odd, bits, _mm512_set1_epi32(0x8000));
-  // Rounding could carry a NaN into infinity or zero: keep its sign and top bits, and quieten it.
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+  return _mm512_mask_add_epi32(rounded, odd, bits, _mm512_set1_epi32(0x8000));
+}
+
+// Rounding could carry a NaN into infinity or zero: keep its sign and top bits, and quieten it.
+ACCEL_INLINE __m512i round_to_bf16(Vec v) {
   const __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
-  return _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
+  return _mm512_mask_or_epi32(
+      round_number_to_bf16(v), is_nan, (__m512i)v, _mm512_set1_epi32(0x400000));
+}
+
+// Two vectors -> 32 words of bf16. One comparison finds a NaN in either; they are rare.
+ACCEL_INLINE __m512i to_bf16_line(Vec low, Vec high) {
+  if (__builtin_expect(_mm512_cmp_ps_mask((__m512)low, (__m512)high, _CMP_UNORD_Q) != 0, 0)) {
+    return upper_halves(round_to_bf16(low), round_to_bf16(high));
+  }
+  return upper_halves(round_number_to_bf16(low), round_number_to_bf16(high));
 }
 #endif
 
@@ -225,7 +237,7 @@ ACCEL_INLINE void store(T* p, Vec low, Vec high) {
   if constexpr (sizeof(T) == 2) {
     __m512i bits;
     if constexpr (std::is_same_v<T, BFloat16>) {
-      bits = upper_halves(round_to_bf16(low), round_to_bf16(high));
+      bits = to_bf16_line(low, high);
     } else {
       bits = _mm512_castsi256_si512((__m256i)to_bits(low, p));
       bits = _mm512_inserti64x4(bits, (__m256i)to_bits(high, p), 1);
@@ -247,8 +259,13 @@ ACCEL_INLINE void store(T* p, Vec low, Vec high) {
   }
 }
 
-// Fetches the line of `p` for a later read. Any address will do, even one that is not ours.
-ACCEL_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+// In a loop over the columns of a row: fetches the line of row[col] into L2 for a later read, once.
+// Any address will do, even one that is not ours.
+template <typename T>
+ACCEL_INLINE void prefetch(const T* row, int64_t col) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  if (col % kLine == 0) __builtin_prefetch(row + col, 0, 2);
+}
 
 ACCEL_INLINE void stream_fence() {
 #if ACCEL_LANES > 4
