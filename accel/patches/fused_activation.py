@@ -161,6 +161,7 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
+    benchmarks=("swiglu", "geglu", "bias_gelu", "squared_relu"),
     unavailable=_kernel_missing,
     idle=_nothing_fused,
     patches=(

@@ -52,6 +52,7 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
+    benchmarks=("adamw",),
     unavailable=_kernel_missing,
     patches=(
         Patch(

@@ -239,6 +239,7 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
+    benchmarks=("attention",),
     unavailable=_kernel_missing,
     idle=_unfused,
     prepare=accept_backends,

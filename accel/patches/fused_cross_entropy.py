@@ -111,6 +111,7 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
+    benchmarks=("cross_entropy",),
     unavailable=_kernel_missing,
     prepare=without_te,
     patches=(

@@ -131,6 +131,7 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
+    benchmarks=("moe_permute",),
     unavailable=_kernel_missing,
     patches=(
         Patch(

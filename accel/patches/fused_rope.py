@@ -118,6 +118,7 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
+    benchmarks=("rope",),
     unavailable=_kernel_missing,
     patches=(
         Patch(

@@ -59,6 +59,7 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
+    benchmarks=("masked_softmax",),
     unavailable=_kernel_missing,
     patches=(
         Patch(

@@ -90,6 +90,7 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
+    benchmarks=("topk_router",),
     unavailable=_kernel_missing,
     patches=(
         Patch(

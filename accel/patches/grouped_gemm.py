@@ -158,6 +158,7 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
+    benchmarks=("grouped_gemm",),
     patches=(
         Patch(
             target="megatron.core.transformer.moe.experts:SequentialMLP.forward",

@@ -200,6 +200,7 @@ FEATURE = Feature(
     preset="max",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
+    benchmarks=("linear_cross_entropy",),
     unavailable=_kernel_missing,
     conflicts={
         "mtp_num_layers": "multi-token prediction counts accepted tokens from whole logits",
