@@ -89,7 +89,9 @@ def _check(
     exact = results(grouped_gemm_ref, *wide, dy.double())
     baseline = results(grouped_gemm_ref, x, weight, dy)
     for side, op in sides.items():
-        for name, *values in zip(("y", "dx", "dweight"), results(op, x, weight, dy), baseline, exact):
+        for name, *values in zip(
+            ("y", "dx", "dweight"), results(op, x, weight, dy), baseline, exact
+        ):
             assert_close_to_baseline(*values, name=f"{side}: {name}")
 
 

@@ -29,6 +29,11 @@ LAYOUTS = {
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
     "ep2_alltoall": ("moe", "--expert-model-parallel-size 2"),
+    "ep2_alltoall_fused": (
+        "moe",
+        "--expert-model-parallel-size 2 --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
+        " --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
 }
 
 
