@@ -90,7 +90,7 @@ def _check(
     baseline = results(grouped_gemm_ref, x, weight, dy)
     for side, op in sides.items():
         for name, *values in zip(
-            ("y", "dx", "dweight"), results(op, x, weight, dy), baseline, exact
+            ("y", "dx", "dweight"), results(op, x, weight, dy), baseline, exact, strict=True
         ):
             assert_close_to_baseline(*values, name=f"{side}: {name}")
 
