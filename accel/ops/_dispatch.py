@@ -12,7 +12,7 @@ import torch
 
 from accel.ops import _native
 
-__all__ = ["log_fallback", "missing_kernel"]
+__all__ = ["log_fallback", "missing_kernel", "refuse_derivative"]
 
 # PyTorch's dispatch key for each device. "npu" is an out-of-tree backend on the key kept for those.
 DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "npu": "PrivateUse1", "meta": "Meta"}
@@ -45,6 +45,15 @@ def _log_fallback_once(op: str, reason: str) -> None:
 def log_fallback(op: str, reason: str) -> None:
     """Say once per distinct reason that `op` takes the slow way."""
     _log_fallback_once(op, reason)
+
+
+def refuse_derivative(op: str) -> None:
+    """Make the derivative of `op`, itself a gradient, an error; PyTorch would warn and return none."""
+
+    def refuse(ctx: object, *grads: object) -> None:
+        raise RuntimeError(f"{op} has no derivative: accel's ops can be differentiated once")
+
+    torch.library.register_autograd(op, refuse)
 
 
 missing_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]

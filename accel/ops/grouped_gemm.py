@@ -12,7 +12,7 @@ Kernels     The library's, one for each expert that has rows, straight into its 
             of the rate of one dense product of the same size on 2 cores of AMD Zen 4 (8 experts, T 4096,
             K 1024, N 2816, bf16), where splitting, multiplying and concatenating reaches 76 %.
 Order       that of the library's products.
-Limits      A second derivative raises.
+Limits      The weight gradient has no derivative; asking for it raises.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from accel.ops._dispatch import refuse_derivative
+from accel.ops.host_gemm import has_native_bf16
 
 __all__ = ["accumulate_wgrad", "grouped_gemm", "grouped_gemm_ref"]
 
@@ -79,14 +82,10 @@ def _grouped_gemm_wgrad(
 def _mm_out(a: Tensor, b: Tensor, out: Tensor) -> None:
     """`out = a @ b`. Whoever replaced `aten::mm` for bf16 on this CPU is asked: there ATen's own `out`
     variant is a plain loop."""
-    if out.dtype == torch.bfloat16 and out.device.type == "cpu" and not _has_native_bf16():
+    if out.dtype == torch.bfloat16 and out.device.type == "cpu" and not has_native_bf16():
         out.copy_(a @ b)
     else:
         torch.mm(a, b, out=out)
-
-
-def _has_native_bf16() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _matrices(weights: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -132,6 +131,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
 
 
 torch.library.register_autograd("accel::grouped_gemm", _gradients, setup_context=_save)
+refuse_derivative("accel::grouped_gemm_wgrad")
 
 
 def grouped_gemm(

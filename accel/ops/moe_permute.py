@@ -22,9 +22,10 @@ Limits      `unsupported_reason`. Results are contiguous. A second derivative ra
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback, missing_kernel
+from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative
 
 __all__ = [
     "moe_permute",
@@ -42,35 +43,31 @@ def moe_permute_ref(
     x: Tensor, row_map: Tensor, probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """The definition of correct, on any device. Same contract as `moe_permute`."""
-    num_tokens, padding = x.shape[0], row_map < 0
-    place = row_map.masked_fill(padding, 0)
-    if num_tokens == 0:  # nothing to read: every row is padding
-        return x.new_zeros(len(row_map), x.shape[1]), _zeros_like_rows(probs, row_map)
-    y = x.index_select(0, place % num_tokens).masked_fill(padding[:, None], 0)
+    y = F.pad(x, (0, 0, 0, 1)).index_select(0, _tokens(row_map, x.shape[0]))
     if probs is None:
         return y, None
-    return y, probs.T.reshape(-1).index_select(0, place).masked_fill(padding, 0)
+    place = torch.where(row_map < 0, probs.numel(), row_map)
+    return y, F.pad(probs.T.reshape(-1), (0, 1)).index_select(0, place)
 
 
 def moe_unpermute_ref(
     y: Tensor, row_map: Tensor, num_tokens: int, probs: Tensor | None = None
 ) -> Tensor:
     """The definition of correct, on any device. Same contract as `moe_unpermute`."""
-    padding = row_map < 0
-    place = row_map.masked_fill(padding, 0)
-    if num_tokens == 0:
-        return y.new_zeros(0, y.shape[1])
     weighted = y
     if probs is not None:
-        w = probs if probs.ndim == 1 else probs.T.reshape(-1).index_select(0, place)
+        w = probs
+        if probs.ndim == 2:
+            place = torch.where(row_map < 0, probs.numel(), row_map)
+            w = F.pad(probs.T.reshape(-1), (0, 1)).index_select(0, place)
         weighted = y * w[:, None]
-    weighted = weighted.masked_fill(padding[:, None], 0)
-    out = weighted.new_zeros(num_tokens, y.shape[1])
-    return out.index_add(0, place % num_tokens, weighted).to(y.dtype)
+    out = weighted.new_zeros(num_tokens + 1, y.shape[1])
+    return out.index_add(0, _tokens(row_map, num_tokens), weighted)[:num_tokens].to(y.dtype)
 
 
-def _zeros_like_rows(probs: Tensor | None, row_map: Tensor) -> Tensor | None:
-    return None if probs is None else probs.new_zeros(len(row_map))
+def _tokens(row_map: Tensor, num_tokens: int) -> Tensor:
+    """The token of each row; for padding one beyond the last."""
+    return torch.where(row_map < 0, num_tokens, row_map % max(num_tokens, 1))
 
 
 def unsupported_reason(rows: Tensor, probs: Tensor | None = None) -> str | None:
@@ -185,6 +182,8 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "accel::moe_unpermute_fwd", _unpermute_gradients, setup_context=_save_unpermute
 )
+for _name in ("moe_permute_bwd", "moe_unpermute_bwd", "moe_unpermute_probs_bwd"):
+    refuse_derivative(f"accel::{_name}")
 
 
 def _check_rows(op: str, name: str, rows: Tensor, row_map: Tensor) -> None:
@@ -276,7 +275,7 @@ def _row_map_ref(routing_map: Tensor, num_rows: int, capacity: int, align: int) 
     total = int(starts[-1]) if num_experts else 0
     places = routed.reshape(-1).nonzero()[:, 0]
     experts = places.div(max(num_tokens, 1), rounding_mode="floor")
-    shift = torch.nn.functional.pad(starts - counts.cumsum(0), (1, 0))[:-1]
+    shift = F.pad(starts - counts.cumsum(0), (1, 0))[:-1]
     rows = torch.arange(len(places), device=places.device) + shift[experts]
     row_map = places.new_full((max(total, num_rows),), -1)
     row_map[rows] = places

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback, missing_kernel
+from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative
 
 __all__ = [
     "SCORE_FUNCTIONS",
@@ -121,7 +121,7 @@ torch.library.define(
 )
 torch.library.define(
     "accel::moe_aux_scores_fwd",
-    "(Tensor logits, int topk, str score_function) -> (Tensor routing_map, Tensor scores)",
+    "(Tensor logits, int topk, str score_function) -> (Tensor scores, Tensor routing_map)",
 )
 torch.library.define(
     "accel::moe_aux_scores_bwd",
@@ -143,7 +143,7 @@ def _router_backward_fake(dprobs: Tensor, logits: Tensor, *options: object) -> T
 @torch.library.register_fake("accel::moe_aux_scores_fwd")
 def _aux_fake(logits: Tensor, topk: int, score_function: str) -> tuple[Tensor, Tensor]:
     shape = logits.shape
-    return logits.new_empty(shape, dtype=torch.bool), logits.new_empty(shape, dtype=torch.float32)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.bool)
 
 
 @torch.library.register_fake("accel::moe_aux_scores_bwd")
@@ -166,11 +166,11 @@ def _router_gradients(ctx: Any, dprobs: Tensor, _: object) -> tuple[Tensor | Non
 
 def _save_aux(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     logits, _, ctx.score_function = inputs
-    ctx.mark_non_differentiable(output[0])
+    ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(logits)
 
 
-def _aux_gradients(ctx: Any, _: object, dscores: Tensor) -> tuple[Tensor | None, ...]:
+def _aux_gradients(ctx: Any, dscores: Tensor, _: object) -> tuple[Tensor | None, ...]:
     (logits,) = ctx.saved_tensors
     return _ops.moe_aux_scores_bwd(dscores, logits, ctx.score_function), None, None
 
@@ -181,6 +181,8 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "accel::moe_aux_scores_fwd", _aux_gradients, setup_context=_save_aux
 )
+for _name in ("topk_router_bwd", "moe_aux_scores_bwd"):
+    refuse_derivative(f"accel::{_name}")
 
 
 def _check(op: str, logits: Tensor, topk: int, score_function: str) -> None:
@@ -300,4 +302,5 @@ def moe_aux_scores(
     if reason := unsupported_reason(logits):
         log_fallback("moe_aux_scores", reason)
         return moe_aux_scores_ref(logits, topk, score_function)
-    return _ops.moe_aux_scores_fwd(logits, topk, score_function)
+    scores, routing_map = _ops.moe_aux_scores_fwd(logits, topk, score_function)
+    return routing_map, scores

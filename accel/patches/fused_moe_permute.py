@@ -119,10 +119,14 @@ def sort_chunks_with_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
     return sort_chunks
 
 
-def _kernel_missing(context: Context) -> str | None:
+def kernel_missing(context: Context) -> str | None:
+    """Why the kernels for mixtures of experts cannot run here."""
     if context.device != "cpu":
         return f"no kernel for {context.device} yet"
-    return _native.reason()
+    missing = _native.reason()
+    if missing is None:
+        _native.isa()  # a wrong ACCEL_CPU_ISA is an error now, not in the first layer
+    return missing
 
 
 FEATURE = Feature(
@@ -132,7 +136,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("moe_permute",),
-    unavailable=_kernel_missing,
+    unavailable=kernel_missing,
     patches=(
         Patch(
             target=f"{_UTILS}:permute",

@@ -504,7 +504,7 @@ std::tuple<Tensor, Tensor> moe_aux_scores_fwd_cpu(
       .score = parse_score(score_function, true),
       .normalize_all = true};
   run_forward(args, logits);
-  return {routing_map, scores};
+  return {scores, routing_map};
 }
 
 Tensor moe_aux_scores_bwd_cpu(

@@ -38,6 +38,11 @@ LAYOUTS = {
         " --accel-linear-cross-entropy",
     ),
     "ep2_alltoall": ("moe", "--expert-model-parallel-size 2"),
+    "ep2_alltoall_fused": (
+        "moe",
+        "--expert-model-parallel-size 2 --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
+        " --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
 }
 
 

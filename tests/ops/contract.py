@@ -20,7 +20,16 @@ from torch import Tensor
 from accel.ops import _native
 from accel.testing.tolerance import assert_close_to_baseline
 
-__all__ = ["Inputs", "OpContract", "assert_matches", "laid_out", "needs_native", "run"]
+__all__ = [
+    "LAYOUTS",
+    "Inputs",
+    "OpContract",
+    "assert_matches",
+    "change_layout",
+    "laid_out",
+    "needs_native",
+    "run",
+]
 
 needs_native = pytest.mark.skipif(
     _native.reason() is not None, reason=f"no native kernels: {_native.reason()}"

@@ -1,0 +1,169 @@
+"""Grouped products: see `OpContract`. The products are ATen's, so no instruction set is ours to test."""
+
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from accel.ops import grouped_gemm, grouped_gemm_ref
+from accel.ops.grouped_gemm import accumulate_wgrad
+from tests.ops.contract import LAYOUTS, Inputs, OpContract, change_layout, run
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def product_inputs(
+    counts: list[int], inner: int, num_cols: int, dtype: torch.dtype, *, transpose_b: bool
+) -> Inputs:
+    generator = torch.Generator().manual_seed(inner)
+    x = torch.randn(sum(counts), inner, generator=generator).to(dtype)
+    shape = (num_cols, inner) if transpose_b else (inner, num_cols)
+    weight = torch.randn(len(counts), *shape, generator=generator).to(dtype)
+    return Inputs([x, weight, torch.tensor(counts)], {"transpose_b": transpose_b})
+
+
+class TestGroupedGemm(OpContract):
+    op = staticmethod(grouped_gemm)
+    ref = staticmethod(grouped_gemm_ref)
+    dtypes = DTYPES
+
+    def inputs(self, dtype: torch.dtype, seed: int = 0) -> Inputs:
+        counts = [[3, 0, 5, 1], [0, 0, 7], [4]][seed]
+        return product_inputs(counts, 17, 11, dtype, transpose_b=seed % 2 == 1)
+
+    def large_inputs(self) -> Inputs:
+        return product_inputs([100, 0, 31, 260], 128, 96, torch.bfloat16, transpose_b=True)
+
+    def magnitudes(self, inputs: Inputs) -> dict[str, float]:
+        """The terms of each sum of products, all of one sign."""
+        wide = inputs._replace(
+            tensors=[t.double().abs() if t.is_floating_point() else t for t in inputs.tensors]
+        )
+        x, weight, counts = wide.tensors
+        y = grouped_gemm_ref(x, weight, counts, **inputs.options)
+        if y.numel() == 0 or x.numel() == 0:
+            return {}
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).double().abs()
+        wide_leaves = [t.requires_grad_() for t in (x, weight)]
+        grads = torch.autograd.grad(
+            grouped_gemm_ref(*wide_leaves, counts, **inputs.options), wide_leaves, dy
+        )
+        sizes = {f"gradient {i}": float(g.max()) for i, g in enumerate(grads)}
+        return {"output 0": float(y.max()), **sizes}
+
+    def opchecks(self):
+        for seed in range(2):
+            x, weight, counts = self.inputs(torch.float32, seed).tensors
+            op = torch.ops.accel.grouped_gemm.default
+            transposed = seed % 2 == 1
+            x.requires_grad_()
+            yield op, (x, [weight.requires_grad_()], counts, transposed)
+            each = [w.detach().clone().requires_grad_() for w in weight]
+            yield op, (x, each, counts, transposed)
+            dy = torch.randn(len(x), 11)
+            yield (
+                torch.ops.accel.grouped_gemm_wgrad.default,
+                (dy, x.detach(), counts, transposed),
+            )
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    counts=st.lists(st.sampled_from([0, 1, 2, 13]), min_size=1, max_size=5),
+    inner=st.sampled_from([1, 2, 17, 64]),
+    num_cols=st.sampled_from([0, 1, 7, 33]),
+    dtype=st.sampled_from(DTYPES),
+    transpose_b=st.booleans(),
+    layout=st.sampled_from(LAYOUTS),
+)
+def test_any_shape_and_layout(counts, inner, num_cols, dtype, transpose_b, layout):
+    x, weight, count = product_inputs(
+        counts, inner, num_cols, dtype, transpose_b=transpose_b
+    ).tensors
+    if layout != "expanded":
+        x = change_layout(x, layout)
+    inputs = Inputs([x, change_layout(weight, layout), count], {"transpose_b": transpose_b})
+    TestGroupedGemm().check(inputs)
+
+
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_a_list_of_matrices_is_the_same(transpose_b):
+    inputs = product_inputs([3, 0, 4], 16, 24, torch.bfloat16, transpose_b=transpose_b)
+    x, weight, counts = inputs.tensors
+
+    def with_list(x: Tensor, *weights: Tensor) -> Tensor:
+        return grouped_gemm(x, weights, counts, transpose_b=transpose_b)
+
+    (y,), grads = run(grouped_gemm, inputs)
+    (y_list,), grads_list = run(with_list, Inputs([x, *weight.unbind(0)]))
+    assert torch.equal(y, y_list)
+    assert torch.equal(grads[0], grads_list[0])
+    assert torch.equal(grads[1], torch.stack([grads_list[i] for i in (1, 2, 3)]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_main_gradients_are_summed_in_fp32(transpose_b, dtype):
+    """Four micro-batches: as far from fp64 as fp32 products are, not as 16-bit ones."""
+    inputs = product_inputs([30, 0, 50], 16, 24, dtype, transpose_b=transpose_b)
+    x, weight, counts = inputs.tensors
+    main_grad = torch.zeros(weight.shape)
+    exact = torch.zeros(weight.shape, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        dy = torch.randn(80, 24, generator=generator).to(dtype)
+        accumulate_wgrad(dy, x, counts, main_grad, transpose_b=transpose_b)
+        exact += torch.ops.accel.grouped_gemm_wgrad(dy.double(), x.double(), counts, transpose_b)
+    assert not main_grad[1].any()
+    torch.testing.assert_close(main_grad.double(), exact, rtol=1e-5, atol=1e-5 * 80)
+
+
+def test_cpus_without_bf16_ask_whoever_replaced_mm(monkeypatch):
+    """There ATen's own `mm.out` is a plain loop, and `host_bf16_gemm` replaces `mm`."""
+    module = sys.modules["accel.ops.grouped_gemm"]  # the package's name is the function
+    monkeypatch.setattr(module, "has_native_bf16", lambda: False)
+    monkeypatch.setattr(torch, "mm", lambda *a, **k: pytest.fail("torch.mm with out="))
+    x, weight, counts = TestGroupedGemm().inputs(torch.bfloat16).tensors
+    assert torch.equal(grouped_gemm(x, weight, counts), grouped_gemm_ref(x, weight, counts))
+
+
+def test_derivative_of_the_weight_gradient_is_an_error():
+    x, weight, counts = TestGroupedGemm().inputs(torch.float32).tensors
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    _, dw = torch.autograd.grad(grouped_gemm(*leaves, counts).sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="has no derivative"):
+        dw.sum().backward()
+
+
+X, W = torch.ones(4, 3), torch.ones(2, 3, 5)
+
+
+def counts(*numbers: int) -> Tensor:
+    return torch.tensor(numbers)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: grouped_gemm(X[0], W, counts(2, 2)), r"x must be floating of shape \[T, K\]"),
+        (lambda: grouped_gemm(X.long(), W, counts(2, 2)), "x must be floating"),
+        (lambda: grouped_gemm(X, W, counts(2, 2).int()), r"torch.int64 of shape \[E\] on the cpu"),
+        (lambda: grouped_gemm(X, W, counts(2, 2)[None]), r"torch.int64 of shape \[E\] on the cpu"),
+        (lambda: grouped_gemm(X, W, counts(4)), r"weight must have shape \[1, K, N\] with K 3"),
+        (
+            lambda: grouped_gemm(X, W, counts(2, 2), transpose_b=True),
+            r"\[2, N, K\] with K 3, .* got \[2, 3, 5\]",
+        ),
+        (lambda: grouped_gemm(X, [W[0]], counts(2, 2)), r"2 times \[K, N\]"),
+        (lambda: grouped_gemm(X, [W[0], W[1].T], counts(2, 2)), r"2 times \[K, N\]"),
+        (lambda: grouped_gemm(X, W.half(), counts(2, 2)), "weight must be torch.float32 on cpu"),
+        (lambda: grouped_gemm(X, W, counts(2, 3)), r"sum up to 4, .* got \[2, 3\]"),
+        (lambda: grouped_gemm(X, W, counts(5, -1)), r"not be negative .* got \[5, -1\]"),
+    ],
+)
+def test_rejects(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
