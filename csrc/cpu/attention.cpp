@@ -91,12 +91,10 @@ struct SoftmaxTile {
 
 namespace accel::ACCEL_ISA {
 
-// Rounds to bf16, in the upper half of each lane. Enough for what arithmetic yields: a NaN of all
-// ones would overflow, but no operation makes one out of bf16 inputs.
-ACCEL_INLINE VecU32 rounded_bits(Vec v) {
-  const VecU32 bits = bit_cast<VecU32>(v);
-  return bits + 0x7fffu + ((bits >> 16) & 1u);
-}
+// Rounds to bf16, in the upper half of each lane: to nearest, ties away from zero, which takes one
+// addition where ties to even take four operations. A NaN whose bits are all ones would overflow, but
+// no operation makes one out of bf16 inputs.
+ACCEL_INLINE VecU32 rounded_bits(Vec v) { return bit_cast<VecU32>(v) + 0x8000u; }
 
 ACCEL_INLINE void store_operand(float* p, Vec v) { store(p, v, Full{}); }
 
@@ -458,6 +456,7 @@ struct Problem {
   float scale;
   std::optional<Dropout> dropout;
   std::vector<Sequence> sequences;
+  bool all_visited;  // every token is in a sequence that has queries and keys
 
   int64_t group() const { return num_heads / num_kv_heads; }
   int64_t padded_width() const { return round_up(width, kGranule); }
@@ -770,7 +769,8 @@ class Forward {
           head.query_side, value_width, num_keys, head.key_side, value_width, value_width, !first,
           scratch.probs, values_ + head.token(kb) * value_width, scratch.out);
     }
-    if (!blocks.empty()) finish(s, index, queries, scratch);
+    if (blocks.empty()) std::fill_n(scratch.out, head.query_side * value_width, 0.0f);
+    finish(s, index, queries, scratch);
   }
 
   void mask(
@@ -970,12 +970,12 @@ class Backward {
     const Sequence& s = *head.sequence;
     const Range queries = block.rows();
     const Range blocks = key_blocks(problem_, head, queries);
-    if (blocks.empty()) return;
     const int64_t index = head.index * problem_.group() + block.group_index;
     const int64_t side = head.query_side;
     const int64_t width = problem_.padded_width();
     const int64_t value_width = problem_.padded_value_width();
     load_queries(block, index, scratch);
+    if (blocks.empty()) std::fill_n(scratch.dquery_t, width * side, 0.0f);
 
     for (int64_t kb = blocks.begin; kb < blocks.end; ++kb) {
       const Range keys = head.keys(kb);
@@ -1154,7 +1154,8 @@ Problem problem_of(
       .right = std::min(options.right, kFar),
       .scale = static_cast<float>(options.scale),
       .dropout = std::nullopt,
-      .sequences = sequences_of(q, k, cu_q, cu_k)};
+      .sequences = sequences_of(q, k, cu_q, cu_k),
+      .all_visited = !cu_q.has_value() && q.size(0) > 0 && k.size(0) > 0};
   if (options.dropout > 0.0) {
     ACCEL_CHECK_VALUE(
         options.dropout < 1.0, "attention: dropout must be below 1, got ", options.dropout);
@@ -1168,6 +1169,11 @@ Problem problem_of(
         .scale = static_cast<float>(1.0 / (1.0 - options.dropout))};
   }
   return problem;
+}
+
+// Tokens of no sequence, and sequences without queries or keys, are not visited: they are 0.
+Tensor new_output(const Problem& problem, at::IntArrayRef shape, const at::TensorOptions& options) {
+  return problem.all_visited ? at::empty(shape, options) : at::zeros(shape, options);
 }
 
 // Calls f<T, E>: what is in memory, and what is multiplied.
@@ -1195,7 +1201,7 @@ std::tuple<Tensor, Tensor> attention_fwd_cpu(
   const Tensor v = with_contiguous_rows(v_in);
   std::vector<int64_t> shape = q.sizes().vec();
   shape.back() = v.size(-1);
-  Tensor out = at::zeros(shape, q.options());  // what is in no sequence, or sees no key, stays 0
+  Tensor out = new_output(problem, shape, q.options());
   shape = cu_q ? std::vector{q.size(1), q.size(0)} : std::vector{q.size(1), q.size(2), q.size(0)};
   Tensor lse = at::full(shape, -kInfinity, q.options().dtype(at::kFloat));
   if (out.numel() == 0) return {out, lse};
@@ -1228,9 +1234,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_bwd_cpu(
   const Tensor dout = with_contiguous_rows(dout_in);
   const Tensor out = with_contiguous_rows(out_in);
   const Tensor lse = lse_in.contiguous();
-  Tensor dq = at::zeros(q.sizes(), q.options());
-  Tensor dk = at::zeros(k.sizes(), k.options());
-  Tensor dv = at::zeros(v.sizes(), v.options());
+  Tensor dq = new_output(problem, q.sizes(), q.options());
+  Tensor dk = new_output(problem, k.sizes(), k.options());
+  Tensor dv = new_output(problem, v.sizes(), v.options());
   if (out.numel() == 0) return {dq, dk, dv};
   dispatch(q.scalar_type(), [&]<typename T, typename E> {
     const Gradients<T> tensors{
