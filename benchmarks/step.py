@@ -4,7 +4,7 @@ Both sides run examples/pretrain_gpt.py at the same time and take turns every fe
 (`accel.testing.turns`); the ratio is the median over pairs of neighbouring turns. Stock is preset off
 (what lets Megatron run here at all), with `--no-gradient-accumulation-fusion`, which Megatron demands
 without Apex, and, where it shards sequences, `--accel-norm`, without which it refuses. Both sides have
-the allocator of glibc as it is; the last case adds `--accel-host-page-reuse` to ours alone.
+the allocator of glibc as it is.
 
 Limit: the tokens per second if the step were nothing but its matrix products, which the profile of one
 more turn gives, together with the share of attention and the rest. Not compared: the data (mock,
@@ -53,7 +53,6 @@ class Shape:
     turn_steps: int = 2
     flags: tuple[str, ...] = ()
     stock_flags: tuple[str, ...] = ()
-    our_flags: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -117,11 +116,7 @@ SECOND = Shape(
     min_speedup=1.4,
     flags=("--untie-embeddings-and-output-weights",),
 )
-SHAPES = (
-    DEMO,
-    SECOND,
-    replace(SECOND, name=f"{SECOND.name}, pages reused", min_speedup=None, our_flags=()),
-)
+SHAPES = (DEMO, SECOND)
 QUICK = replace(DEMO, name="demo, a few steps", steps=14, turn_steps=2, min_speedup=None)
 
 KINDS = {
@@ -148,7 +143,7 @@ def train(shape: Shape, folder: Path) -> dict[str, Run]:
     """Both sides, in turns; side -> what it logged, with the seconds of its steps."""
     extra = {
         STOCK: ["--accel-preset", "off", "--no-gradient-accumulation-fusion", *shape.stock_flags],
-        OURS: list(shape.our_flags),
+        OURS: [],
     }
 
     def start(side: str, on_start: Any) -> None:
