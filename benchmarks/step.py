@@ -81,7 +81,7 @@ class Shape:
             "split": "100,0,0",
             "eval-iters": 0,
             "eval-interval": 1000,
-            "lr": 1e-4,  # at 1e-3 without warm-up the losses of equal models part within 20 steps
+            "lr": 1e-4,  # at 1e-3 without warm-up the losses jump, and the sides part by whole nats
             "clip-grad": 1.0,
             "log-interval": 1,
             "log-memory-interval": self.steps,
