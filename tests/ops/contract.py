@@ -9,7 +9,8 @@ hypothesis, bad input, layouts) stays in its own test file.
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -91,14 +92,14 @@ def assert_matches(
     ref: Callable[..., Any],
     inputs: Inputs,
     *,
-    roundings: int = 1,
-    magnitudes: dict[str, float] | None = None,
+    roundings: Mapping[torch.dtype, int] = MappingProxyType({}),
+    magnitudes: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
     """Outputs and gradients of `op` are at most twice as far from fp64 as those of `ref` are.
 
     Args:
-        roundings, magnitudes: see `accel.testing.tolerance`; magnitudes by name: "output 0",
-            "gradient 1" (of input 1).
+        roundings, magnitudes: see `accel.testing.tolerance`; roundings by the dtype of the result, 1
+            where it is missing; magnitudes by name: "output 0", "gradient 1" (of input 1).
     """
     got, plain = run(op, inputs), run(ref, inputs)
     # The dys that flowed in were rounded to the dtype of the outputs: the truth must see the same.
@@ -109,8 +110,8 @@ def assert_matches(
     ]
     named += [(f"gradient {i}", got[1][i], plain[1][i], exact[1][i]) for i in got[1]]
     for name, a, b, c in named:
-        magnitude = (magnitudes or {}).get(name)
-        assert_close_to_baseline(a, b, c, name=name, roundings=roundings, magnitude=magnitude)
+        limits = {"roundings": roundings.get(a.dtype, 1), "magnitude": magnitudes.get(name)}
+        assert_close_to_baseline(a, b, c, name=name, **limits)
 
 
 def _with_grads_like(ref: Callable[..., Any], outputs: list[Tensor]) -> Callable[..., Any]:
@@ -139,7 +140,8 @@ class OpContract:
     ref: Callable[..., Any]
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
     roundings: dict[torch.dtype, int] = {}
-    """How many roundings in a row the formula needs in that dtype; 1 where it is missing."""
+    """Dtype of a result -> how many roundings in a row its formula needs in it; 1 where it is missing.
+    An fp32 gradient of half inputs (a weight's, say) is computed in fp32 from end to end."""
 
     def inputs(self, dtype: torch.dtype, seed: int = 0) -> Inputs:
         """A small call with ragged ends and every optional part in use."""
@@ -157,12 +159,11 @@ class OpContract:
         return {}
 
     def check(self, inputs: Inputs) -> None:
-        dtype = next(t.dtype for t in inputs.tensors if t is not None and t.is_floating_point())
         assert_matches(
             self.op,
             self.ref,
             inputs,
-            roundings=self.roundings.get(dtype, 1),
+            roundings=self.roundings,
             magnitudes=self.magnitudes(inputs),
         )
 
