@@ -106,6 +106,8 @@ class Applied:
     changes: list[Change] = field(default_factory=list)
     bindings: list[Binding] = field(default_factory=list)
     scope: tuple[str, ...] = ()
+    own_copies: set[tuple[str, str]] = field(default_factory=set)
+    """(module, name) of what was bound to one of the replacements before: somebody else's business."""
 
     def check(self) -> None:
         """Raise :class:`PatchError` if somebody rebound one of the names since."""
@@ -119,13 +121,15 @@ class Applied:
         for b in reversed(self.bindings):
             _set(b.owner, b.name, b.before)
         # Modules imported while the patch was active have copied the replacement.
-        swaps = {
-            id(c.new): (c.new, c.raw)
-            for c in self.changes
-            if isinstance(c.owner, types.ModuleType) and _has_aliases(c.new)
-        }
+        swaps: dict[int, tuple[Any, Any]] = {}
+        for c in self.changes:
+            if not isinstance(c.owner, types.ModuleType) or not _has_aliases(c.new):
+                continue
+            if id(c.new) not in swaps or _has_aliases(c.raw):
+                swaps[id(c.new)] = (c.new, c.raw)
         for module, name, (_, before) in _aliases(swaps, self.scope):
-            _set(module, name, before)
+            if (module.__name__, name) not in self.own_copies:
+                _set(module, name, before)
         self.changes.clear()
         self.bindings.clear()
 
@@ -201,6 +205,8 @@ def apply(patches: Iterable[Patch], *, scope: Sequence[str] = ("megatron",)) -> 
     """
     changes = plan(patches)
     applied = Applied(changes=changes, scope=tuple(scope))
+    new = {id(c.new): (c.new, None) for c in changes if _has_aliases(c.new)}
+    applied.own_copies = {(m.__name__, name) for m, name, _ in _aliases(new, applied.scope)}
     try:
         for c in changes:
             _bind(applied, c.owner, c.name, c.new)
@@ -264,11 +270,12 @@ def _contract_problems(patch: Patch, raw: Any) -> Iterable[str]:
 
 
 def _indistinguishable(changes: Iterable[Change]) -> Iterable[Problem]:
-    """Undo finds late copies by identity, so no two functions may be given the same object."""
+    """Undo finds late copies by identity, so no two functions may be given the same object. A name that
+    holds nothing (``None``, or unbound) may: late copies go back to what the function was."""
     seen: dict[int, str] = {}
     for change in changes:
-        if not _has_aliases(change.new):
-            continue  # no copies of it are looked for
+        if not _has_aliases(change.new) or not _has_aliases(change.raw):
+            continue
         other = seen.setdefault(id(change.new), change.target)
         if other != change.target and isinstance(change.owner, types.ModuleType):
             text = f"is given the same object as {other}; undo could not tell them apart"

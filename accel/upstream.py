@@ -1,4 +1,5 @@
-"""Which Megatron: the versions that accel is tested against, and the one that would be imported.
+"""Which Megatron: the versions that accel is tested against, and the one that would be imported; and
+whether Transformer Engine is beside it.
 
 Needs neither torch nor Megatron.
 """
@@ -9,7 +10,14 @@ import importlib.util
 import runpy
 from pathlib import Path
 
-__all__ = ["SUPPORTED_MEGATRON", "SUPPORTED_RANGE", "megatron_folder", "megatron_version"]
+__all__ = [
+    "SUPPORTED_MEGATRON",
+    "SUPPORTED_RANGE",
+    "megatron_folder",
+    "megatron_version",
+    "te_installed",
+    "te_serves",
+]
 
 SUPPORTED_MEGATRON = ("0.17.1", "0.18.2", "0.19.2")
 """Oldest first; every patch contract holds on each of them. Older ones have remote-code-execution
@@ -42,3 +50,13 @@ def megatron_version() -> str | None:
         return None
     version = str(runpy.run_path(str(folder / "package_info.py"))["__version__"])
     return version.partition("+")[0]
+
+
+def te_installed() -> bool:
+    """Whether ``import transformer_engine`` would find something."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def te_serves(context: object) -> str | None:
+    """For ``Feature.idle``: why there is nothing to do for a feature that fills in for it."""
+    return "transformer_engine is installed" if te_installed() else None

@@ -161,6 +161,26 @@ def test_the_same_object_for_two_functions_is_refused(upstream: types.SimpleName
         applied(patch("f", "new_f"), patch("other", "new_f"))
 
 
+def test_names_that_hold_nothing_may_share_a_replacement(upstream: types.SimpleNamespace) -> None:
+    before = upstream.victim.f
+    upstream.victim.guarded = None
+    with applied(patch("guarded", "new_f"), patch("f", "new_f")):
+        assert upstream.victim.guarded is upstream.victim.f is upstream.ours.new_f
+        late = types.ModuleType("victim.late")
+        sys.modules["victim.late"] = late
+        late.f = upstream.victim.guarded
+    assert upstream.victim.guarded is None
+    assert upstream.victim.f is before
+    assert late.f is before
+
+
+def test_undo_leaves_copies_alone_that_were_there_before(upstream: types.SimpleNamespace) -> None:
+    upstream.copy.mine = upstream.ours.new_f
+    applied(patch("f", "new_f")).undo()
+    assert upstream.copy.mine is upstream.ours.new_f
+    assert upstream.copy.g is upstream.victim.f
+
+
 def test_optional_target_may_be_missing(upstream: types.SimpleNamespace) -> None:
     with applied(patch("gone", "new_f", optional=True)) as done:
         assert done.bindings == []

@@ -30,12 +30,14 @@ from accel.patches import (
     norm,
     optimizer_cpu_offload,
     rope_fusion,
+    te_layers,
 )
 
 __all__ = ["FEATURES"]
 
 FEATURES: tuple[Feature, ...] = (
     dataset_helpers.FEATURE,
+    te_layers.FEATURE,
     local_spec.FEATURE,
     gradient_accumulation_fusion.FEATURE,
     masked_softmax_fusion.FEATURE,

@@ -22,25 +22,20 @@ come after every token that could see them.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.feature import Context, Feature
+from accel.layers.attention import draw_seed, mask_kind, packed_starts
 from accel.ops import _native, attention
 from accel.ops._dispatch import log_fallback
 from accel.ops.attention import unsupported_reason
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
-
-_ROWS_AT_ONCE = 256
-"""A mask is compared in slices of so many queries, so that no second mask is made."""
-
-_KINDS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Mask tensor -> its version counter and what :func:`mask_kind` found: all layers get the same one."""
 
 
 def forward_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -127,7 +122,12 @@ def _options(
         if packed.qkv_format != "thd":
             return {}, f"packed sequences in the format {packed.qkv_format}"
         causal = kind in ("causal", "padding_causal")
-        return {"causal": causal, "window": limits, **_starts(packed, causal)}, None
+        starts = packed_starts(
+            (packed.cu_seqlens_q, packed.cu_seqlens_kv),
+            (packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded),
+            causal,
+        )
+        return {"causal": causal, "window": limits, **starts}, None
     # From here on as FusedScaleMaskSoftmax.forward_torch_softmax decides, which looks at the type that
     # the module was made with, and prefers a window to a mask.
     num_queries, num_keys = query.shape[0], key.shape[0]
@@ -144,47 +144,6 @@ def _options(
     return {"causal": causal, "window": limits}, None
 
 
-def _starts(packed: Any, causal: bool) -> dict[str, Tensor]:
-    """Where the sequences of a pack start.
-
-    Raises:
-        ValueError: there is padding between them, and no causal mask to keep it out of sight.
-    """
-    starts = packed.cu_seqlens_q, packed.cu_seqlens_kv
-    padded = packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded
-    if padded[0] is not None and padded[1] is not None:
-        same = all(torch.equal(a, b) for a, b in zip(starts, padded, strict=True))
-        if not same and not (causal and torch.equal(*padded)):
-            raise ValueError(
-                "packed sequences with padding between them need a causal mask and as many keys as "
-                "queries in each"
-            )
-        starts = padded
-    return {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
-
-
-def mask_kind(mask: Tensor, num_queries: int, num_keys: int) -> str:
-    """What a mask (True is hidden), broadcastable to [B, 1, queries, keys], is: ``causal``, ``none``
-    or ``other``."""
-    known = _KINDS.get(mask)
-    if known is not None and known[0] == mask._version:
-        return known[1]
-    kind = "other"
-    if not mask.any():
-        kind = "none"
-    elif mask.shape[-2:] == (num_queries, num_keys) and num_queries == num_keys:
-        columns = torch.arange(num_keys, device=mask.device)
-        causal = (
-            (columns > columns[first : first + _ROWS_AT_ONCE, None])
-            .eq(mask[..., first : first + _ROWS_AT_ONCE, :])
-            .all()
-            for first in range(0, num_queries, _ROWS_AT_ONCE)
-        )
-        kind = "causal" if all(causal) else "other"
-    _KINDS[mask] = (mask._version, kind)
-    return kind
-
-
 def _dropout(module: Any, device: torch.device) -> dict[str, Any]:
     """A seed from the stream that upstream's dropout would draw from, so that recomputation, which
     restores that stream, drops the same again."""
@@ -192,15 +151,12 @@ def _dropout(module: Any, device: torch.device) -> dict[str, Any]:
     if not dropout.training or dropout.p == 0:
         return {}
 
-    def draw() -> Tensor:
-        return torch.empty((), dtype=torch.int64, device=device).random_()
-
     if module.config.sequence_parallel:
-        return {"dropout": dropout.p, "seed": draw()}
+        return {"dropout": dropout.p, "seed": draw_seed(device)}
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     with get_cuda_rng_tracker().fork():
-        return {"dropout": dropout.p, "seed": draw()}
+        return {"dropout": dropout.p, "seed": draw_seed(device)}
 
 
 def accept_backends(context: Context) -> list[str]:
@@ -260,6 +216,12 @@ FEATURE = Feature(
             ),
             sources=dict.fromkeys(SUPPORTED_MEGATRON, "9965ba02d5a3"),
             why="Upstream stores several tensors of queries x keys for each head.",
+        ),
+        Patch(
+            target="accel.layers.attention:attention",
+            replacement="accel.ops:attention",
+            expects=tuple(inspect.signature(attention).parameters),
+            why="The layer of the Transformer Engine spec stores one of queries x keys.",
         ),
     ),
 )

@@ -29,9 +29,8 @@ from accel.feature import Context, Feature
 from accel.ops import _native, cross_entropy
 from accel.ops._dispatch import log_fallback
 from accel.ops.cross_entropy import overwritable
-from accel.patches.local_spec import _te_installed
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, te_installed
 
 
 def vocab_parallel(upstream: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -91,7 +90,7 @@ def without_te(context: Context) -> list[str]:
     """From 0.18 on Megatron's validator refuses ``te``, with Transformer Engine or without."""
     args = context.args
     te_asked = getattr(args, "cross_entropy_fusion_impl", None) == "te"
-    if not (te_asked and getattr(args, "cross_entropy_loss_fusion", False)) or _te_installed():
+    if not (te_asked and getattr(args, "cross_entropy_loss_fusion", False)) or te_installed():
         return []
     args.cross_entropy_fusion_impl = "native"
     return ["transformer_engine is not installed: --cross-entropy-fusion-impl native is used"]

@@ -37,13 +37,13 @@ FEATURE = Feature(
     unavailable=_kernel_missing,
     patches=(
         Patch(
-            target="accel.patches.norm:rms_norm",
+            target="accel.layers.norm:rms_norm",
             replacement="accel.ops:rms_norm",
             expects=("x", "weight", "eps", "zero_centered"),
             why=_WHY,
         ),
         Patch(
-            target="accel.patches.norm:layer_norm",
+            target="accel.layers.norm:layer_norm",
             replacement="accel.ops:layer_norm",
             expects=("x", "weight", "bias", "eps", "zero_centered"),
             why=_WHY,

@@ -33,7 +33,7 @@ FEATURE = Feature(
     unavailable=_kernel_missing,
     patches=(
         Patch(
-            target="accel.patches.gradient_accumulation_fusion:accumulate",
+            target="accel.parallel.linear:accumulate",
             replacement="accel.patches.fused_weight_gradient:gemm_accumulate",
             expects=("out_MN", "a_KM", "b_KN"),
             why="One product of bf16 operands with an fp32 sum, in place of two copies and an fp32 product.",

@@ -14,12 +14,11 @@ import importlib.util
 import torch
 
 from accel.feature import Context, Feature
-from accel.ops import gemm_accumulate_ref
+from accel.parallel import linear
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
 AVAILABLE = True
-accumulate = gemm_accumulate_ref
 _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
@@ -31,7 +30,7 @@ class WeightGradient:
         input_TH: torch.Tensor, grad_output_TO: torch.Tensor, main_grad_OH: torch.Tensor
     ) -> None:
         """``main_grad += grad_output^T @ input``, accumulated in the dtype of ``main_grad`` (fp32)."""
-        accumulate(main_grad_OH, grad_output_TO, input_TH)
+        linear.accumulate(main_grad_OH, grad_output_TO, input_TH)
 
     @staticmethod
     def wgrad_gemm_accum_fp16(

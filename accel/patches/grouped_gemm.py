@@ -30,6 +30,7 @@ from accel.feature import Feature
 from accel.ops import grouped_gemm
 from accel.ops._dispatch import log_fallback
 from accel.ops.grouped_gemm import accumulate_wgrad
+from accel.parallel.linear import weight_gradient_added
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -74,17 +75,7 @@ class _GroupedProduct(torch.autograd.Function):
             dx_TK = grouped_gemm(dy_TN, weights, tokens_per_expert)
         main_grads = [w.main_grad for w in ctx.weights]
         accumulate_wgrad(dy_TN, x_TK, tokens_per_expert, main_grads, transpose_b=True)
-        return dx_TK, None, *(_already_added(w) for w in ctx.weights)
-
-
-def _already_added(weight: Any) -> Tensor | None:
-    """What Megatron's own layers return: a tensor without meaning, so that the gradient's hooks run."""
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    if getattr(weight, "zero_out_wgrad", False):
-        return torch.zeros_like(weight)
-    return torch.empty_like(weight)
+        return dx_TK, None, *(weight_gradient_added(w) for w in ctx.weights)
 
 
 def sequential_reason(experts: Any) -> str | None:

@@ -16,17 +16,16 @@ calls without the flags.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accel.feature import Context, Feature
+from accel.feature import Feature
 from accel.ops import moe_aux_scores, moe_permute, moe_row_map, moe_unpermute, topk_router
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_RANGE, te_serves
 
 AVAILABLE = True
 """In place of ``HAVE_TE``, which only guards the names below there."""
@@ -203,11 +202,6 @@ def masked(
     return routing_map * valid, scores * valid
 
 
-def _te_serves(context: Context) -> str | None:
-    found = importlib.util.find_spec("transformer_engine") is not None
-    return "transformer_engine is installed" if found else None
-
-
 def _bound(name: str) -> Patch:
     return Patch(
         target=f"{_UTILS}:{name}",
@@ -222,7 +216,7 @@ FEATURE = Feature(
     preset="off",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
-    idle=_te_serves,
+    idle=te_serves,
     patches=(
         *(
             _bound(name)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from accel.feature import Feature
-from accel.ops import layer_norm_ref, rms_norm_ref
+from accel.layers.norm import LayerNorm, RMSNorm
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
 
@@ -49,42 +49,6 @@ FEATURE = Feature(
     ),
 )
 
-rms_norm = rms_norm_ref
-layer_norm = layer_norm_ref
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """``torch.nn.RMSNorm`` that may be zero-centred; ``x`` is ``[..., hidden_size]`` in any float
-    dtype."""
-
-    eps: float  # torch's may be None
-
-    def __init__(self, hidden_size: int, eps: float, zero_centered: bool) -> None:
-        self.zero_centered = zero_centered
-        super().__init__(hidden_size, eps=eps)
-
-    def reset_parameters(self) -> None:
-        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
-
-
-class LayerNorm(torch.nn.LayerNorm):
-    """``torch.nn.LayerNorm`` that may be zero-centred; ``x`` is ``[..., hidden_size]`` in any float
-    dtype."""
-
-    def __init__(self, hidden_size: int, eps: float, zero_centered: bool) -> None:
-        self.zero_centered = zero_centered
-        super().__init__(hidden_size, eps=eps)
-
-    def reset_parameters(self) -> None:
-        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
-        torch.nn.init.zeros_(self.bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
-
 
 def new_norm(
     cls: type,
@@ -106,7 +70,9 @@ def new_norm(
         raise ValueError(
             f"normalization={config.normalization!r}: use LayerNorm, RMSNorm or L2Norm"
         )
-    module = kinds[config.normalization](hidden_size, eps, config.layernorm_zero_centered_gamma)
-    for parameter in module.parameters():
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return module
+    return kinds[config.normalization](
+        hidden_size,
+        eps,
+        zero_centered=config.layernorm_zero_centered_gamma,
+        sequence_parallel=config.sequence_parallel,
+    )

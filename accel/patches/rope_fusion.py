@@ -11,14 +11,13 @@ Without the flag they come to the same functions.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from accel.feature import Context, Feature
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_RANGE, te_installed, te_serves
 
 _WHY = (
     "Upstream's own is Transformer Engine's and stays None without it; its check wants a function."
@@ -65,7 +64,7 @@ def apply_thd(
 def without_the_flag(context: Context) -> list[str]:
     """Turn the flag off where Megatron cannot go with it; a line if so."""
     args = context.args
-    if _te_installed() or not getattr(args, "apply_rope_fusion", False):
+    if te_installed() or not getattr(args, "apply_rope_fusion", False):
         return []
     if getattr(args, "multi_latent_attention", False):
         why = (
@@ -81,21 +80,13 @@ def without_the_flag(context: Context) -> list[str]:
     return [f"--apply-rope-fusion: {why}: the same rotation runs without the flag"]
 
 
-def _te_installed() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
-
-
-def _te_serves(context: Context) -> str | None:
-    return "transformer_engine is installed" if _te_installed() else None
-
-
 FEATURE = Feature(
     name="rope_fusion",
     summary="serve --apply-rope-fusion where Transformer Engine is not installed",
     preset="off",
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
-    idle=_te_serves,
+    idle=te_serves,
     prepare=without_the_flag,
     patches=(
         Patch(

@@ -1,0 +1,321 @@
+"""`DotProductAttention`, with Transformer Engine's masks, layouts and packed sequences.
+
+Causal, full, sliding-window and packed attention are `accel.ops.attention`, which stores no tensor of
+queries x keys. A mask tensor is compared with the causal one, once for each tensor; one that is neither
+causal nor empty, and a bias, take the plain path, which does store them, and one line says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel.layers.base import ExtraState, refuse_options
+from accel.ops import attention_ref
+from accel.ops._dispatch import log_fallback
+
+__all__ = ["DotProductAttention", "draw_seed", "mask_kind", "packed_starts"]
+
+attention = attention_ref
+
+MASK_TYPES = (
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
+HIDDEN = -10000.0
+"""The score of a hidden key, as in Megatron and Transformer Engine."""
+
+_ROWS_AT_ONCE = 256
+"""A mask is compared in slices of so many queries, so that no second mask is made."""
+
+_KINDS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Mask tensor -> its version counter and what `mask_kind` found: all layers get the same one."""
+
+
+def mask_kind(mask: Tensor, num_queries: int, num_keys: int) -> str:
+    """What a mask (True is hidden), broadcastable to [B, 1, queries, keys], is: `causal`, `none` or
+    `other`."""
+    known = _KINDS.get(mask)
+    if known is not None and known[0] == mask._version:
+        return known[1]
+    kind = "other"
+    if not mask.any():
+        kind = "none"
+    elif mask.shape[-2:] == (num_queries, num_keys) and num_queries == num_keys:
+        columns = torch.arange(num_keys, device=mask.device)
+        causal = (
+            (columns > columns[first : first + _ROWS_AT_ONCE, None])
+            .eq(mask[..., first : first + _ROWS_AT_ONCE, :])
+            .all()
+            for first in range(0, num_queries, _ROWS_AT_ONCE)
+        )
+        kind = "causal" if all(causal) else "other"
+    _KINDS[mask] = (mask._version, kind)
+    return kind
+
+
+def packed_starts(
+    starts: tuple[Tensor, Tensor], padded: tuple[Tensor | None, Tensor | None], causal: bool
+) -> dict[str, Tensor]:
+    """Where the sequences of a pack start, for queries and keys, as arguments of `accel.ops.attention`.
+
+    Args:
+        starts: `[sequences + 1]` each, counting the tokens.
+        padded: the same with the padding after each sequence counted in, or None where there is none.
+
+    Raises:
+        ValueError: there is padding between them, and no causal mask to keep it out of sight.
+    """
+    begin_q, begin_k = starts
+    padded_q, padded_k = padded
+    if padded_q is not None and padded_k is not None:
+        same = torch.equal(begin_q, padded_q) and torch.equal(begin_k, padded_k)
+        if not same and not (causal and torch.equal(padded_q, padded_k)):
+            raise ValueError(
+                "packed sequences with padding between them need a causal mask and as many keys as "
+                "queries in each"
+            )
+        begin_q, begin_k = padded_q, padded_k
+    return {"cu_seqlens_q": begin_q, "cu_seqlens_k": begin_k}
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """One int64 from the current random stream: what decides which keys are dropped. Recomputation,
+    which restores that stream, drops the same again."""
+    return torch.empty((), dtype=torch.int64, device=device).random_()
+
+
+class DotProductAttention(ExtraState):
+    """`softmax(scale q k^T + bias) v` over the keys that each query sees.
+
+    Args:
+        num_attention_heads: of the whole layer; `tp_size` ranks share them.
+        kv_channels: size of a head, or (of a query and key, of a value).
+        num_gqa_groups: heads of keys and values of the whole layer; all of them if None.
+        attn_mask_type: one of `MASK_TYPES`, unless the call says otherwise.
+        window_size: how many keys before and after its own a query sees, -1 for all.
+        softmax_scale: 1 / sqrt(size of a head) if None.
+        get_rng_state_tracker: dropout draws from its fork, but for sequence parallelism.
+        options: what else Transformer Engine takes (context parallelism, attention sinks, ...): refused
+            if set.
+
+    State dict: `_extra_state` (empty).
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        **options: Any,
+    ) -> None:
+        if softmax_type != "vanilla":
+            options["softmax_type"] = softmax_type
+        if options.get("cp_group") is not None:
+            raise NotImplementedError("DotProductAttention: accel has no context parallelism yet")
+        refuse_options(type(self).__name__, options)
+        super().__init__()
+        self.num_attention_heads = num_attention_heads
+        self.num_gqa_groups = num_gqa_groups or num_attention_heads
+        self.tp_size = tp_size if tp_group is None else tp_group.size()
+        self.tp_group = tp_group
+        for name in ("num_attention_heads", "num_gqa_groups"):
+            if getattr(self, name) % self.tp_size:
+                raise ValueError(
+                    f"DotProductAttention: {name}={getattr(self, name)} is no multiple of tp_size="
+                    f"{self.tp_size}"
+                )
+        head = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
+        self.softmax_scale = 1 / math.sqrt(head) if softmax_scale is None else softmax_scale
+        self.attention_dropout = attention_dropout
+        self.qkv_format = qkv_format
+        self.attn_mask_type = _known_mask(attn_mask_type)
+        self.window_size = window_size
+        self.attention_type = attention_type
+        self.layer_number = layer_number
+        self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Raises NotImplementedError for a group of more than one rank."""
+        if cp_group is not None and cp_group.size() > 1:
+            raise NotImplementedError("DotProductAttention: accel has no context parallelism yet")
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        *,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Tensor | None = None,
+        pad_between_seqs: bool | None = None,
+        num_splits: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Attention of one rank's heads.
+
+        Args:
+            query_layer: `[S, B, H, D]` (`sbhd`), `[B, S, H, D]` (`bshd`) or `[T, H, D]` (`thd`, packed).
+            key_layer, value_layer: the same with the heads of keys and values.
+            attention_mask: True is hidden, broadcastable to `[B, 1, queries, keys]`; or one for the
+                queries and one for the keys, `[B, 1, 1, S]` each.
+            cu_seqlens_q, ...: where the sequences of a pack start, without and with padding.
+            core_attention_bias: added to the scaled scores, broadcastable to `[B, H, queries, keys]`.
+
+        Returns:
+            The layout of the query with its last two dimensions as one.
+        """
+        refuse_options("DotProductAttention.forward", options)
+        layout = qkv_format or self.qkv_format
+        if layout not in ("sbhd", "bshd", "thd"):
+            raise ValueError(f"qkv_format={layout!r}: use 'sbhd', 'bshd' or 'thd'")
+        kind = _known_mask(attn_mask_type or self.attn_mask_type)
+        window = self.window_size if window_size is None else window_size
+        if window is not None:
+            window = (max(-1, window[0]), max(-1, window[1]))
+        if layout == "thd":
+            if cu_seqlens_q is None or cu_seqlens_kv is None:
+                raise ValueError("qkv_format='thd' needs cu_seqlens_q and cu_seqlens_kv")
+            causal = "causal" in kind
+            starts = packed_starts(
+                (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded), causal
+            )
+            how = {"causal": causal, "window": window, **starts}
+            return self._fused(query_layer, key_layer, value_layer, how)
+        qkv = [query_layer, key_layer, value_layer]
+        if layout == "bshd":
+            qkv = [t.transpose(0, 1) for t in qkv]
+        q, k, v = qkv
+        bias = None if core_attention_bias_type == "no_bias" else core_attention_bias
+        served, reason = _as_options(kind, window, attention_mask, q.shape[0], k.shape[0])
+        if bias is not None:
+            reason = "an attention bias"
+        if reason is None:
+            out = self._fused(q, k, v, served)
+        else:
+            log_fallback("attention", reason)
+            hidden = _hidden(kind, window, attention_mask, q, k)
+            out = self._plain(q, k, v, hidden, bias)
+        return out.transpose(0, 1) if layout == "bshd" else out
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
+        dropout: dict[str, Any] = {}
+        if self.training and self.attention_dropout > 0:
+            with self._random_stream():
+                dropout = {"dropout": self.attention_dropout, "seed": draw_seed(q.device)}
+        out, _ = attention(q, k, v, softmax_scale=self.softmax_scale, **how, **dropout)
+        return out.flatten(-2)
+
+    def _plain(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        group = q.shape[2] // k.shape[2]
+        k, v = (t.repeat_interleave(group, dim=2) if group > 1 else t for t in (k, v))
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [B, H, S, D]
+        scores = q @ k.transpose(-1, -2) * self.softmax_scale
+        if bias is not None:
+            scores = scores + bias
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, HIDDEN)
+        probs = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        if self.training and self.attention_dropout > 0:
+            with self._random_stream():
+                probs = torch.nn.functional.dropout(probs, self.attention_dropout)
+        return (probs @ v).permute(2, 0, 1, 3).flatten(-2)
+
+    def _random_stream(self) -> Any:
+        tracker = self.get_rng_state_tracker
+        return contextlib.nullcontext() if tracker is None else tracker().fork()
+
+
+def _known_mask(kind: str) -> str:
+    if kind not in MASK_TYPES:
+        raise ValueError(f"attn_mask_type={kind!r}: use one of {', '.join(MASK_TYPES)}")
+    return kind
+
+
+def _as_options(
+    kind: str,
+    window: tuple[int, int] | None,
+    mask: Tensor | tuple[Tensor, Tensor] | None,
+    num_queries: int,
+    num_keys: int,
+) -> tuple[dict[str, Any], str | None]:
+    """The mask as arguments of `attention`, or why it cannot be one."""
+    causal = "causal" in kind
+    if num_queries != num_keys and causal and "bottom_right" not in kind:
+        return {}, f"a causal mask from the top left for {num_queries} queries and {num_keys} keys"
+    if num_queries > num_keys and (causal or window is not None):
+        return {}, f"{num_queries} queries, of which some see none of {num_keys} keys"
+    if mask is not None and (kind == "arbitrary" or "padding" in kind):
+        masks = (mask,) if isinstance(mask, Tensor) else mask
+        kinds = {mask_kind(m, num_queries, num_keys) for m in masks}
+        if "other" in kinds:
+            return {}, "an attention mask of its own"
+        causal = causal or "causal" in kinds
+    elif kind == "arbitrary":
+        raise ValueError("attn_mask_type='arbitrary' needs an attention_mask")
+    return {"causal": causal, "window": window}, None
+
+
+def _hidden(
+    kind: str,
+    window: tuple[int, int] | None,
+    mask: Tensor | tuple[Tensor, Tensor] | None,
+    q: Tensor,
+    k: Tensor,
+) -> Tensor | None:
+    """What no query may see, [queries, keys] or [B, 1, queries, keys]; None if nothing."""
+    num_queries, num_keys = q.shape[0], k.shape[0]
+    hidden: list[Tensor] = []
+    if mask is not None and (kind == "arbitrary" or "padding" in kind):
+        # One for the queries would hide whole rows, whose results nobody reads: the keys' counts.
+        hidden.append((mask if isinstance(mask, Tensor) else mask[-1]).bool())
+    left, right = window or (-1, -1)
+    if "causal" in kind:
+        right = 0
+    shift = num_keys - num_queries if "bottom_right" in kind or "causal" not in kind else 0
+    keys = torch.arange(num_keys, device=q.device)
+    queries = torch.arange(num_queries, device=q.device)[:, None] + shift
+    if left >= 0:
+        hidden.append(keys < queries - left)
+    if right >= 0:
+        hidden.append(keys > queries + right)
+    return functools.reduce(torch.logical_or, hidden) if hidden else None

@@ -1,0 +1,203 @@
+"""What the layers share: how parameters are made and initialised, the group, and the extra state.
+
+`_extra_state` is where Transformer Engine keeps its FP8 scales. Here it is always the empty tensor that
+it writes without FP8: checkpoints have the same keys, loading never asks for it, and one that holds
+FP8 scales is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accel.parallel.linear import DelayedGradients, Layout
+
+__all__ = ["ExtraState", "ParallelLayer", "refuse_options"]
+
+EXTRA_STATE = "_extra_state"
+
+
+def refuse_options(layer: str, options: Mapping[str, Any]) -> None:
+    """Raise for whatever of `options` is set: Transformer Engine has it, accel does not.
+
+    Raises:
+        NotImplementedError: it names the option and its value.
+    """
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(
+                f"{layer}: accel's layer has no {name} (got {value!r}); install Transformer Engine, "
+                "or turn off the Megatron option behind it"
+            )
+
+
+class ExtraState(torch.nn.Module):
+    """Writes an empty `_extra_state`, and loads with or without one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_load_state_dict_pre_hook(_add_missing_extra_state)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Raises ValueError for a state that holds FP8 scales."""
+        if isinstance(state, Tensor) and state.numel():
+            raise ValueError(
+                f"{type(self).__name__}: the checkpoint's _extra_state holds FP8 scales ({state.numel()} "
+                "bytes), and accel has no FP8 yet; load it where Transformer Engine is installed"
+            )
+
+
+def _add_missing_extra_state(
+    module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    state_dict.setdefault(prefix + EXTRA_STATE, torch.empty(0, dtype=torch.uint8))
+
+
+class ParallelLayer(ExtraState):
+    """A layer with weights split over a tensor-parallel group.
+
+    Args:
+        tp_group: None until `set_tensor_parallel_group` gives one; `tp_size` counts until then.
+        parallel_mode: `column`, `row`, or None for a layer that is not split.
+        get_rng_state_tracker: returns Megatron's tracker; weights are drawn in its fork
+            `rng_tracker_name`, or in its own one.
+        fuse_wgrad_accumulation: add weight gradients to `main_grad`.
+        delay_wgrad_compute: compute weight gradients in `backward_dw` instead of in the backward.
+    """
+
+    def __init__(
+        self,
+        *,
+        sequence_parallel: bool,
+        fuse_wgrad_accumulation: bool,
+        tp_group: dist.ProcessGroup | None,
+        tp_size: int,
+        get_rng_state_tracker: Callable[[], Any] | None,
+        rng_tracker_name: str | None,
+        parallel_mode: str | None,
+        delay_wgrad_compute: bool,
+        ub_name: str | None,
+    ) -> None:
+        super().__init__()
+        if parallel_mode not in ("column", "row", None):
+            raise ValueError(f"parallel_mode={parallel_mode!r}: use 'column', 'row' or None")
+        self.tp_size = tp_size if tp_group is None else tp_group.size()
+        self.tp_group = tp_group
+        self.sequence_parallel = sequence_parallel and self.tp_size > 1
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.get_rng_state_tracker = get_rng_state_tracker
+        if rng_tracker_name is not None:
+            self.rng_tracker_name = rng_tracker_name
+        self.parallel_mode = parallel_mode
+        self.delayed = DelayedGradients() if delay_wgrad_compute else None
+        self.ub_name = ub_name
+        self.save_original_input = False  # without FP8 it is always the original
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
+        self.fp8 = self.fp8_calibration = self.fp8_initialized = False
+        self.primary_weights_in_fp8 = False
+        self._gradient_hooks: list[Callable[[], None]] = []
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Nothing to do without FP8."""
+
+    def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
+        """The group to communicate in, if it was not there when the layer was made."""
+        self.tp_group = tp_group
+
+    @property
+    def layout(self) -> Layout:
+        if self.parallel_mode is not None and self.tp_size > 1 and self.tp_group is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: tp_size is {self.tp_size}, but there is no tensor-parallel "
+                "group; call set_tensor_parallel_group first"
+            )
+        return Layout(
+            self.parallel_mode,  # type: ignore[arg-type]  # checked above
+            self.tp_group,
+            self.sequence_parallel,
+            self.fuse_wgrad_accumulation,
+            self.delayed,
+        )
+
+    def per_rank(self, features: int, name: str) -> int:
+        """`features` of one rank.
+
+        Raises:
+            ValueError: the ranks do not divide it.
+        """
+        if features % self.tp_size:
+            raise ValueError(
+                f"{type(self).__name__}: {name}={features} is no multiple of the {self.tp_size} ranks "
+                "of the tensor-parallel group"
+            )
+        return features // self.tp_size
+
+    def new_weight(
+        self, name: str, size: tuple[int, int], init: Callable[[Tensor], Any] | None, **where: Any
+    ) -> None:
+        """Register a weight `[N, K]`, split as `parallel_mode` says, and draw its values."""
+        weight: Any = torch.nn.Parameter(torch.empty(size, **where))
+        weight.tensor_model_parallel = self.parallel_mode is not None
+        weight.partition_dim = 1 if self.parallel_mode == "row" else 0
+        weight.partition_stride = 1
+        weight.skip_backward_post_hook = self.delayed is not None
+        self.register_parameter(name, weight)
+        if weight.is_meta:
+            return
+        with torch.no_grad(), self._fork():
+            (init or _normal)(weight)
+
+    def new_bias(self, name: str, size: int, **where: Any) -> None:
+        """Register a bias `[N]` of zeros: split in a column layer, whole in a row layer, where every
+        rank sees its own rows under sequence parallelism."""
+        bias: Any = torch.nn.Parameter(torch.zeros(size, **where))
+        if self.parallel_mode == "row":
+            bias.sequence_parallel = self.sequence_parallel
+        elif self.parallel_mode == "column":
+            bias.tensor_model_parallel, bias.partition_dim, bias.partition_stride = True, 0, 1
+        self.register_parameter(name, bias)
+
+    @contextlib.contextmanager
+    def _fork(self) -> Iterator[None]:
+        if self.get_rng_state_tracker is None:
+            yield
+            return
+        name = getattr(self, "rng_tracker_name", None)
+        with self.get_rng_state_tracker().fork(*([name] if name else [])):
+            yield
+
+    def need_backward_dw(self) -> bool:
+        return self.delayed is not None
+
+    def backward_dw(self) -> None:
+        """The weight gradient of the oldest backward that has none yet; then whoever waits for it.
+
+        Raises:
+            RuntimeError: no backward has left one.
+        """
+        if self.delayed is None:
+            return
+        if not len(self.delayed):
+            raise RuntimeError(f"{type(self).__name__}.backward_dw: no backward is left to finish")
+        self.delayed.compute_next()
+        self._trigger_wgrad_accumulation_and_reduce_hooks()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Called after each `backward_dw`: Megatron's data parallelism adds and reduces there."""
+        self._gradient_hooks.append(hook)
+
+    def _trigger_wgrad_accumulation_and_reduce_hooks(self) -> None:
+        for hook in self._gradient_hooks:
+            hook()
+
+
+def _normal(weight: Tensor) -> Tensor:
+    return torch.nn.init.normal_(weight, mean=0.0, std=0.023)

@@ -1,0 +1,156 @@
+"""`GroupedLinear`: E linear layers of one size, each on its own rows of one input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accel.layers.base import ParallelLayer, refuse_options
+from accel.ops import grouped_gemm
+from accel.ops.grouped_gemm import accumulate_wgrad
+from accel.parallel.linear import Layout, weight_gradient_added
+
+__all__ = ["GroupedLinear", "grouped_linear"]
+
+
+def grouped_linear(
+    x_TK: Tensor, weights: Sequence[Tensor], tokens_per_expert: Tensor, layout: Layout
+) -> Tensor:
+    """`[T, K]`, E weights `[N, K]` and counts `[E]` on the host -> `[T, N]`; no communication."""
+    return _GroupedLinear.apply(x_TK, tokens_per_expert, layout, *weights)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TK: Tensor, tokens_per_expert: Tensor, layout: Layout, *weights: Tensor
+    ) -> Tensor:
+        ctx.weights, ctx.layout = weights, layout
+        ctx.save_for_backward(x_TK, tokens_per_expert)
+        return grouped_gemm(x_TK, weights, tokens_per_expert, transpose_b=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy_TN,) = grads
+        x_TK, counts = ctx.saved_tensors
+        weights, layout = ctx.weights, ctx.layout
+        dx_TK = None
+        if ctx.needs_input_grad[0]:
+            dx_TK = grouped_gemm(dy_TN, [w.detach() for w in weights], counts)
+        dws: list[Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[3:]):
+            if layout.delayed is not None:
+                layout.delayed.put(lambda: _add_later(weights, dy_TN, x_TK, counts, layout))
+            else:
+                dws = _weight_gradients(weights, dy_TN, x_TK, counts, layout)
+        return dx_TK, None, None, *dws
+
+
+def _weight_gradients(
+    weights: Sequence[Any], dy_TN: Tensor, x_TK: Tensor, counts: Tensor, layout: Layout
+) -> list[Tensor | None]:
+    if layout.into_main_grad:
+        main_grads = [w.main_grad for w in weights]
+        accumulate_wgrad(dy_TN, x_TK, counts, main_grads, transpose_b=True)
+        return [weight_gradient_added(w) for w in weights]
+    return list(torch.ops.accel.grouped_gemm_wgrad(dy_TN, x_TK, counts, True).unbind(0))
+
+
+@torch.no_grad()
+def _add_later(
+    weights: Sequence[Any], dy_TN: Tensor, x_TK: Tensor, counts: Tensor, layout: Layout
+) -> None:
+    dws = _weight_gradients(weights, dy_TN, x_TK, counts, layout)
+    if not layout.into_main_grad:
+        for weight, dw in zip(weights, dws, strict=True):
+            weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
+
+
+class GroupedLinear(ParallelLayer):
+    """E layers `y = x W_e^T + b_e`; the rows of x lie expert after expert.
+
+    Args:
+        num_gemms: E.
+        in_features, out_features: of each whole layer, before it is split over the ranks.
+        parallel_mode: which dimension is split; there is no communication either way: Megatron's token
+            dispatcher does that.
+        others: as `Linear`.
+
+    State dict: `weight0 ... [N, K]`, `bias0 ... [N]`, `_extra_state` (empty).
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: Any = None,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        **options: Any,
+    ) -> None:
+        refuse_options(type(self).__name__, options)
+        super().__init__(
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+            parallel_mode=parallel_mode,
+            delay_wgrad_compute=delay_wgrad_compute,
+            ub_name=ub_name,
+        )
+        if parallel_mode == "column":
+            out_features = self.per_rank(out_features, "out_features")
+        elif parallel_mode == "row":
+            in_features = self.per_rank(in_features, "in_features")
+        self.num_gemms = num_gemms
+        self.in_features, self.out_features = in_features, out_features
+        self.use_bias, self.return_bias = bias, return_bias
+        where = {"device": device, "dtype": params_dtype}
+        for e in range(num_gemms):
+            self.new_weight(f"weight{e}", (out_features, in_features), init_method, **where)
+            if bias:
+                self.new_bias(f"bias{e}", out_features, **where)
+
+    def forward(
+        self,
+        x: Tensor,
+        m_splits: Sequence[int] | Tensor,
+        is_first_microbatch: bool | None = None,
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """`[T, K]` and how many rows each expert has -> `[T, N]`; with `return_bias` also the biases."""
+        counts = torch.as_tensor(m_splits, device="cpu").to(torch.int64)
+        weights = [getattr(self, f"weight{e}") for e in range(self.num_gemms)]
+        shape = x.shape
+        y = grouped_linear(x.reshape(-1, shape[-1]), weights, counts, self.layout)
+        y = y.view(*shape[:-1], y.shape[-1])
+        if not self.use_bias:
+            return (y, []) if self.return_bias else y
+        biases = [getattr(self, f"bias{e}") for e in range(self.num_gemms)]
+        if self.return_bias:
+            return y, biases
+        rows_TN = torch.stack(biases).repeat_interleave(counts.to(x.device), dim=0)
+        return y + rows_TN.view_as(y)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_gemms={self.num_gemms}, in_features={self.in_features}, "
+            f"out_features={self.out_features}, bias={self.use_bias}"
+        )

@@ -1,0 +1,75 @@
+"""LayerNorm and RMSNorm that may be zero-centred and sequence-parallel.
+
+They are torch's own modules with the missing parts: parameters are marked `sequence_parallel`, so
+that Megatron all-reduces their gradients over the tensor-parallel group, and zero-centred weights
+start at 0 and scale by `1 + weight`. State-dict keys are torch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accel.ops import layer_norm_ref, rms_norm_ref
+
+__all__ = ["LayerNorm", "RMSNorm"]
+
+rms_norm = rms_norm_ref
+layer_norm = layer_norm_ref
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` that may be zero-centred; x is `[..., hidden_size]` in any float dtype."""
+
+    eps: float  # torch's may be None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        zero_centered: bool = False,
+        sequence_parallel: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.zero_centered = zero_centered
+        super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
+        _mark(self, sequence_parallel)
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm` that may be zero-centred; x is `[..., hidden_size]` in any float dtype."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        zero_centered: bool = False,
+        sequence_parallel: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.zero_centered = zero_centered
+        super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
+        _mark(self, sequence_parallel)
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
+
+
+def _mark(module: torch.nn.Module, sequence_parallel: bool) -> None:
+    for parameter in module.parameters():
+        parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]

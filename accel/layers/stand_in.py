@@ -1,0 +1,141 @@
+"""The names of `transformer_engine` that Megatron-LM imports, bound to accel's layers.
+
+This is not the package: nothing is put into `sys.modules`, and `import transformer_engine` fails as
+before. `modules()` gives module objects for somebody who runs Megatron's wrappers of those names with an
+import of their own. FP8 and FP4 are not there yet; whatever would need them raises one line that says so.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any, NoReturn
+
+from accel.layers import activation, sequence
+from accel.layers.attention import DotProductAttention
+from accel.layers.base import ExtraState, refuse_options
+from accel.layers.grouped_linear import GroupedLinear
+from accel.layers.linear import LayerNormLinear, Linear
+from accel.layers.norm import LayerNorm as PlainLayerNorm
+from accel.layers.norm import RMSNorm as PlainRMSNorm
+
+__all__ = ["LayerNorm", "RMSNorm", "modules"]
+
+
+def _no_fp8(*args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(
+        "FP8 and FP4 need Transformer Engine: accel's layers compute in fp32, bf16 and fp16 so far"
+    )
+
+
+class RMSNorm(ExtraState, PlainRMSNorm):
+    """State dict: `weight [K]`, `_extra_state` (empty)."""
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        zero_centered_gamma: bool = False,
+        params_dtype: Any = None,
+        device: Any = None,
+        **options: Any,
+    ) -> None:
+        refuse_options("RMSNorm", options)
+        super().__init__(
+            normalized_shape,
+            eps,
+            zero_centered=zero_centered_gamma,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=params_dtype,
+        )
+        self.zero_centered_gamma = zero_centered_gamma
+
+
+class LayerNorm(ExtraState, PlainLayerNorm):
+    """State dict: `weight [K]`, `bias [K]`, `_extra_state` (empty)."""
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        zero_centered_gamma: bool = False,
+        params_dtype: Any = None,
+        device: Any = None,
+        **options: Any,
+    ) -> None:
+        refuse_options("LayerNorm", options)
+        super().__init__(
+            normalized_shape,
+            eps,
+            zero_centered=zero_centered_gamma,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=params_dtype,
+        )
+        self.zero_centered_gamma = zero_centered_gamma
+
+
+class DelayedScaling:
+    """A recipe for FP8: cannot be made."""
+
+    __init__ = _no_fp8
+
+
+class FP8GlobalStateManager:
+    """Says that nothing is in FP8."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+    @staticmethod
+    def is_fp8_calibration() -> bool:
+        return False
+
+
+def modules(**distributed: Any) -> dict[str, types.ModuleType]:
+    """Dotted name -> module.
+
+    Args:
+        distributed: what `transformer_engine.pytorch.distributed` gets besides `checkpoint`: the class
+            of the random number tracker is its user's own.
+    """
+    recipe = _module("common.recipe", DelayedScaling=DelayedScaling)
+    common = _module("common", recipe=recipe)
+    fp8 = _module(
+        "pytorch.fp8",
+        FP8GlobalStateManager=FP8GlobalStateManager,
+        fp8_autocast=_no_fp8,
+        fp8_model_init=_no_fp8,
+    )
+    ops = _module(
+        "pytorch.ops",
+        FusibleOperation=sequence.Sequential,
+        **{name: getattr(sequence, name) for name in sequence.__all__},
+        **{name: getattr(activation, name) for name in activation.__all__},
+    )
+    ranks = _module("pytorch.distributed", checkpoint=_no_fp8, **distributed)
+    pytorch = _module(
+        "pytorch",
+        DotProductAttention=DotProductAttention,
+        GroupedLinear=GroupedLinear,
+        LayerNorm=LayerNorm,
+        LayerNormLinear=LayerNormLinear,
+        Linear=Linear,
+        RMSNorm=RMSNorm,
+        autocast=_no_fp8,
+        distributed=ranks,
+        fp8=fp8,
+        ops=ops,
+        quantized_model_init=_no_fp8,
+    )
+    package = _module("", common=common, pytorch=pytorch)
+    return {m.__name__: m for m in (package, common, recipe, pytorch, fp8, ops, ranks)}
+
+
+def _module(name: str, **names: Any) -> types.ModuleType:
+    module = types.ModuleType(f"transformer_engine.{name}" if name else "transformer_engine")
+    vars(module).update(names)
+    return module

@@ -1,0 +1,241 @@
+"""A linear layer whose weight is split over a tensor-parallel group.
+
+    column      y = gather(x) W^T + b       W [N / ranks, K]: every rank has its own columns of y
+    row         y = reduce(x W^T)           W [N, K / ranks]: every rank has a part of each sum
+    backward    dx = dy W, dW = dy^T x, with the conjugate collectives
+
+Letters     T  rows, the product of all dimensions of x but the last;   K  in;   N  out features
+Collectives with sequence parallelism `gather` is an all-gather and `reduce` a reduce-scatter over the
+            first dimension of x; without it they are the identity and an all-reduce. In the backward
+            of a column layer, x is gathered again while dx is formed, and dx is reduced while dW is
+            formed.
+Dtypes      x, W, b: one dtype. `main_grad`: float32, or that dtype.
+Saved       x as it came in (the rank's own rows under sequence parallelism) and W.
+Order       the products, sums and roundings of Megatron's own layers, so their bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accel.ops import gemm_accumulate_ref
+
+__all__ = [
+    "DelayedGradients",
+    "Layout",
+    "accumulate_into_main_grad",
+    "parallel_linear",
+    "reduce_rows",
+    "weight_gradient_added",
+]
+
+accumulate = gemm_accumulate_ref
+"""`accumulate(main_grad_NK, dy_TN, x_TK)` adds a weight gradient to an fp32 main gradient."""
+
+
+class DelayedGradients:
+    """Weight gradients whose work waits until somebody asks for it, oldest first."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, work: Callable[[], None]) -> None:
+        self._waiting.append(work)
+
+    def compute_next(self) -> None:
+        """Raises IndexError if none waits."""
+        self._waiting.pop(0)()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a linear layer is split, and where its weight gradient goes."""
+
+    mode: Literal["column", "row"] | None = None
+    """None: not split, no communication."""
+    group: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
+    into_main_grad: bool = False
+    """Add the weight gradient to `weight.main_grad` instead of returning it."""
+    delayed: DelayedGradients | None = None
+    """Leave the weight gradient here instead of computing it in the backward."""
+
+    @property
+    def split(self) -> bool:
+        return self.mode is not None and self.group is not None and self.group.size() > 1
+
+
+def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
+    """`x W^T + bias`, with the collectives of `layout`.
+
+    Args:
+        x: `[..., K]`; under sequence parallelism a column layer takes its own rows, the first
+            dimension divided by the ranks.
+        weight: `[N, K]`, the part of this rank.
+        bias: `[N]` or None; a row layer adds it after the reduction, so it must be whole there.
+
+    Returns:
+        `[..., N]`; under sequence parallelism the first dimension is multiplied (column) or divided
+        (row) by the ranks.
+
+    Raises:
+        ValueError: a last dimension that does not fit, or a first one that the ranks cannot divide.
+    """
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"parallel_linear: the last dimension of x is {x.shape[-1]}, the weight {list(weight.shape)} "
+            f"takes {weight.shape[1]}"
+        )
+    if layout.mode != "row" or not layout.split:
+        return _Linear.apply(x, weight, bias, layout)
+    y = reduce_rows(_Linear.apply(x, weight, None, layout), layout)
+    return y if bias is None else y + bias
+
+
+def reduce_rows(y: Tensor, layout: Layout) -> Tensor:
+    """The sum over the ranks of what each row-parallel product gave; under sequence parallelism its
+    own rows of it."""
+    return _Reduce.apply(y, layout)
+
+
+class _Linear(torch.autograd.Function):
+    """The product, and in a column layer what comes before it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        ctx.has_bias = bias is not None
+        ctx.weight = weight  # the object itself: it carries main_grad
+        ctx.save_for_backward(x, weight)
+        y = torch.matmul(_gathered(x, layout)[0], weight.t())
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        x, weight = ctx.saved_tensors
+        layout: Layout = ctx.layout
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        waiting = None
+        if needs_weight:
+            x, waiting = _gathered(x, layout, async_op=True)
+        dx = dy.matmul(weight) if needs_x else None
+        if waiting is not None:
+            waiting.wait()
+        waiting = None
+        if dx is not None and layout.mode == "column" and layout.split:
+            dx, waiting = _reduced(dx, layout, async_op=True)
+        dw = None
+        if needs_weight:
+            dw = _weight_gradient(ctx.weight, dy.reshape(-1, dy.shape[-1]), x, layout)
+        db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.has_bias and needs_bias else None
+        if waiting is not None:
+            waiting.wait()
+        return dx, dw, db, None
+
+
+class _Reduce(torch.autograd.Function):
+    """What comes after the product of a row layer."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        out, _ = _reduced(y, layout)
+        if out is y:
+            ctx.mark_dirty(y)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        layout: Layout = ctx.layout
+        return (_all_gather(dy, layout)[0] if layout.sequence_parallel else dy), None
+
+
+def _weight_gradient(weight: Any, dy_TN: Tensor, x: Tensor, layout: Layout) -> Tensor | None:
+    x_TK = x.reshape(-1, x.shape[-1])
+    if layout.delayed is not None:
+        layout.delayed.put(lambda: _add_later(weight, dy_TN, x_TK, layout))
+        return None
+    if not layout.into_main_grad:
+        return dy_TN.t().matmul(x_TK)
+    accumulate_into_main_grad(weight, dy_TN, x_TK)
+    return weight_gradient_added(weight)
+
+
+@torch.no_grad()
+def _add_later(weight: Any, dy_TN: Tensor, x_TK: Tensor, layout: Layout) -> None:
+    if layout.into_main_grad:
+        accumulate_into_main_grad(weight, dy_TN, x_TK)
+        weight_gradient_added(weight)
+    else:
+        dw = dy_TN.t().matmul(x_TK)
+        weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
+
+
+def accumulate_into_main_grad(weight: Any, dy_TN: Tensor, x_TK: Tensor) -> None:
+    """`weight.main_grad += dy^T x`; in fp32 without a rounding on the way, else in its own dtype.
+
+    Raises:
+        RuntimeError: the weight has no main gradient.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        raise RuntimeError(
+            "gradient accumulation fusion adds weight gradients to weight.main_grad, which this "
+            "weight does not have: wrap the model in Megatron's DistributedDataParallel, or pass "
+            "--no-gradient-accumulation-fusion"
+        )
+    if main_grad.dtype == torch.float32:
+        accumulate(main_grad, dy_TN, x_TK)
+    else:
+        main_grad.addmm_(dy_TN.t(), x_TK)
+
+
+def weight_gradient_added(weight: Any) -> Tensor | None:
+    """The gradient that a backward returns once the real one lies in `main_grad`: a tensor without
+    meaning, so that the gradient's hooks run, where Megatron's data parallelism asks for one."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)
+
+
+def _gathered(x: Tensor, layout: Layout, *, async_op: bool = False) -> tuple[Tensor, Any]:
+    """What a column layer multiplies, and what to wait for before it is read."""
+    if layout.mode == "column" and layout.split and layout.sequence_parallel:
+        return _all_gather(x, layout, async_op=async_op)
+    return x, None
+
+
+def _all_gather(x: Tensor, layout: Layout, *, async_op: bool = False) -> tuple[Tensor, Any]:
+    assert layout.group is not None
+    x = x.contiguous()
+    out = x.new_empty((x.shape[0] * layout.group.size(), *x.shape[1:]))
+    return out, dist.all_gather_into_tensor(out, x, group=layout.group, async_op=async_op)
+
+
+def _reduced(y: Tensor, layout: Layout, *, async_op: bool = False) -> tuple[Tensor, Any]:
+    assert layout.group is not None
+    y = y.contiguous()
+    if not layout.sequence_parallel:
+        return y, dist.all_reduce(y, group=layout.group, async_op=async_op)
+    ranks = layout.group.size()
+    if y.shape[0] % ranks:
+        raise ValueError(
+            f"sequence parallelism: the first dimension, {y.shape[0]}, is no multiple of the "
+            f"{ranks} ranks of the tensor-parallel group"
+        )
+    out = y.new_empty((y.shape[0] // ranks, *y.shape[1:]))
+    return out, dist.reduce_scatter_tensor(out, y, group=layout.group, async_op=async_op)

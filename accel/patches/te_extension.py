@@ -1,0 +1,17 @@
+"""Megatron's Transformer Engine extension, executed with accel's layers (see ``te_layers``).
+
+Importing this executes it; the classes are the attributes of this module.
+"""
+
+from __future__ import annotations
+
+from megatron.core.extensions import transformer_engine_spec_provider as upstream
+
+from accel.patches.te_layers import CLASSES, execute_extension
+
+_names = execute_extension()
+globals().update({name: _names[name] for name in CLASSES if name in _names})
+
+
+class TESpecProvider(upstream.TESpecProvider):
+    """Upstream's own, whose module is given the classes above; an object that undo can tell apart."""

@@ -1,0 +1,295 @@
+"""``--transformer-impl transformer_engine``, Megatron's default, where Transformer Engine is not installed.
+
+Megatron's wrappers of Transformer Engine (``TELinear``, ``TENorm``, ``TEDotProductAttention``, ...) are
+Megatron's own code: constructor arguments, process groups, sharded state dicts. Without the package they
+derive from mocks. Here the same file of the Megatron at hand is executed once more, with an ``import`` of
+its own that finds accel's layers under the names of Transformer Engine, and the resulting classes take the
+place of the mocks wherever Megatron bound them or left ``None``. So arguments, attributes and checkpoints
+are upstream's in every version, and ``import transformer_engine`` still fails for everybody else.
+
+Weights and their keys are those of Transformer Engine: the norm before a linear layer is
+``layer_norm_weight`` of that layer, and every layer has an ``_extra_state``, which is empty, may be missing
+in what is loaded, and must not hold FP8 scales. The first weights of a seed are those of the local spec.
+
+FP8, FP4, attention sinks, context parallelism and userbuffers are not there yet: asking for one is an error
+that says so. The feature is idle under ``--transformer-impl local``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from packaging.version import Version
+
+from accel.feature import Context, Feature
+from accel.layers import stand_in
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE, te_installed, te_serves
+
+HAVE_TE = True
+
+_EXTENSION = "megatron.core.extensions.transformer_engine"
+_UTILS = "megatron.core.utils"
+_CORE = "megatron.core"
+
+VERSIONS = {
+    _EXTENSION: "2.6.0",
+    f"{_EXTENSION}_spec_provider": "2.6.0",
+    "megatron.core.models.gpt.gpt_layer_specs": "2.6.0",
+    "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": "2.6.0",
+    "megatron.core.models.bert.bert_model": "2.6.0",
+    "megatron.core.models.backends": "2.6.0",
+    "megatron.core.transformer.transformer_config": "2.6.0",
+}
+"""Module -> the version of Transformer Engine that it is told.
+
+2.6 has delayed weight gradients (2.3), grouped linear layers (1.9), the operations behind fused MLPs
+(1.13), q/k norms (1.9) and padding masks (1.10), which accel's layers serve. Not told, so that Megatron
+itself refuses them: the softmax with an offset (2.8), the largest attention logit (2.9), split attention
+(2.10). The router and permutation of 2.7 and 2.12 are the feature ``moe_fusion``, through other names.
+Everybody else is told 0: FP8 tensors, CUDA graphs, precision-aware optimizers and userbuffers are decided
+there."""
+
+CLASSES = (
+    "TEActivationOp",
+    "TEColumnParallelGroupedLinear",
+    "TEColumnParallelLinear",
+    "TECudaRNGStatesTracker",
+    "TEDelayedScaling",
+    "TEDotProductAttention",
+    "TEFusedMLP",
+    "TEFusedMLPWithGroupedLinear",
+    "TEFusedResidualRMSNorm",
+    "TEGroupedLinear",
+    "TELMHeadColumnParallelLinear",
+    "TELayerNormColumnParallelLinear",
+    "TELinear",
+    "TENorm",
+    "TERowParallelGroupedLinear",
+    "TERowParallelLinear",
+    "set_save_original_input",
+    "split_te_layernorm_column_parallel_linear",
+    "te_checkpoint",
+)
+"""What the extension defines; a Megatron that lacks one is not given it."""
+
+GUARDED = {
+    f"{_CORE}.extensions.transformer_engine_spec_provider": (
+        "TEActivationOp",
+        "TEColumnParallelGroupedLinear",
+        "TERowParallelGroupedLinear",
+    ),
+    f"{_CORE}.models.T5.t5_spec": (
+        "TEColumnParallelLinear",
+        "TEDotProductAttention",
+        "TELayerNormColumnParallelLinear",
+        "TENorm",
+        "TERowParallelLinear",
+    ),
+    f"{_CORE}.models.backends": (
+        "TEActivationOp",
+        "TEColumnParallelGroupedLinear",
+        "TERowParallelGroupedLinear",
+    ),
+    f"{_CORE}.models.bert.bert_layer_specs": (
+        "TEDotProductAttention",
+        "TELayerNormColumnParallelLinear",
+        "TERowParallelLinear",
+    ),
+    f"{_CORE}.models.gpt.gpt_layer_specs": (
+        "TEFusedMLP",
+        "TEFusedMLPWithGroupedLinear",
+        "TENorm",
+        "TESpecProvider",
+    ),
+    f"{_CORE}.transformer.attention": ("TELinear", "TENorm", "set_save_original_input"),
+    f"{_CORE}.transformer.moe.moe_layer": ("TELinear", "te_checkpoint"),
+    f"{_CORE}.transformer.moe.shared_experts": ("TELinear", "set_save_original_input"),
+    f"{_CORE}.transformer.multi_latent_attention": (
+        "TEColumnParallelLinear",
+        "TELayerNormColumnParallelLinear",
+        "TELinear",
+        "set_save_original_input",
+        "split_te_layernorm_column_parallel_linear",
+    ),
+    f"{_CORE}.transformer.multi_token_prediction": ("TESpecProvider",),
+}
+"""Module -> the names that it leaves ``None`` without Transformer Engine."""
+
+UNGUARDED = (f"{_EXTENSION}_spec_provider", f"{_CORE}.models.backends")
+"""Those that copied ``None`` from the extension and have no ``HAVE_TE`` of their own."""
+
+
+def execute_extension() -> dict[str, Any]:
+    """The names that Megatron's extension defines when its import of Transformer Engine succeeds."""
+    spec = importlib.util.find_spec(_EXTENSION)
+    loader: Any = spec and spec.loader
+    code = loader.get_code(_EXTENSION)
+    namespace = {
+        "__name__": _EXTENSION,  # so that it belongs to Megatron for whoever asks
+        "__package__": _EXTENSION.rpartition(".")[0],
+        "__file__": code.co_filename,
+        "__builtins__": {**vars(builtins), "__import__": _import_here},
+    }
+    exec(code, namespace)
+    return namespace
+
+
+@functools.cache
+def _modules() -> dict[str, types.ModuleType]:
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    modules = stand_in.modules(CudaRNGStatesTracker=CudaRNGStatesTracker)
+    utils = types.ModuleType(_UTILS)
+    vars(utils).update(vars(importlib.import_module(_UTILS)))
+    vars(utils).update(
+        get_te_version=lambda: Version(VERSIONS[_EXTENSION]),
+        is_te_min_version=functools.partial(_is_at_least, VERSIONS[_EXTENSION]),
+    )
+    return {**modules, _UTILS: utils}
+
+
+def _import_here(
+    name: str,
+    globals: Mapping[str, object] | None = None,
+    locals: Mapping[str, object] | None = None,
+    fromlist: tuple[str, ...] | None = (),
+    level: int = 0,
+) -> Any:
+    """``__import__`` for the extension alone."""
+    package = name.partition(".")[0]
+    if package == "transformer_engine" or (name == _UTILS and fromlist):
+        found = _modules().get(name if fromlist else package)
+        if found is None:
+            raise ModuleNotFoundError(f"accel's layers have no {name}", name=name)
+        return found
+    return builtins.__import__(name, globals, locals, fromlist or (), level)
+
+
+def _is_at_least(ours: str, version: str, check_equality: bool = True) -> bool:
+    wanted = Version(version)
+    return Version(ours) >= wanted if check_equality else Version(ours) > wanted
+
+
+def is_min_version(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+        ours = VERSIONS.get(sys._getframe(1).f_globals.get("__name__", ""))
+        if ours is None:
+            return original(version, check_equality)
+        return _is_at_least(ours, version, check_equality)
+
+    return is_te_min_version
+
+
+def get_version(original: Callable[[], Any]) -> Callable[[], Any]:
+    @functools.wraps(original)
+    def get_te_version() -> Any:
+        ours = VERSIONS.get(sys._getframe(1).f_globals.get("__name__", ""))
+        return original() if ours is None else Version(ours)
+
+    return get_te_version
+
+
+def with_final_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def block_submodules(
+        config: Any, spec: Any, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> Any:
+        from megatron.core.transformer import transformer_block
+
+        from accel.patches.te_extension import TENorm  # type: ignore[attr-defined]
+
+        submodules = original(config, spec, vp_stage, pp_rank)
+        if submodules is not spec and submodules.layer_norm is transformer_block.LayerNormImpl:
+            submodules = dataclasses.replace(submodules, layer_norm=TENorm)
+        return submodules
+
+    return block_submodules
+
+
+def refuse_fp8(context: Context) -> list[str]:
+    """Raises ValueError for what accel's layers cannot do, before anything is built."""
+    args = context.args
+    if te_installed() or getattr(args, "transformer_impl", None) != "transformer_engine":
+        return []
+    for name in ("fp8", "fp4"):
+        if getattr(args, name, None):
+            raise ValueError(
+                f"--{name}-format {getattr(args, name)}: FP8 and FP4 need Transformer Engine; accel's "
+                "layers compute in fp32, bf16 and fp16 so far"
+            )
+    return []
+
+
+def _idle(context: Context) -> str | None:
+    asked = getattr(context.args, "transformer_impl", "transformer_engine")
+    return te_serves(context) or (
+        None if asked == "transformer_engine" else f"--transformer-impl {asked}"
+    )
+
+
+_WHY = "Without Transformer Engine upstream's class derives from a mock, or is None."
+
+
+def _class(module: str, name: str) -> Patch:
+    return Patch(
+        target=f"{module}:{name}",
+        replacement=f"accel.patches.te_extension:{name}",
+        why=_WHY,
+        optional=True,
+    )
+
+
+FEATURE = Feature(
+    name="te_layers",
+    summary="serve --transformer-impl transformer_engine by accel's layers where it is not installed",
+    preset="off",
+    numerics="tolerance",
+    megatron=SUPPORTED_RANGE,
+    idle=_idle,
+    prepare=refuse_fp8,
+    patches=(
+        *(_class(_EXTENSION, name) for name in CLASSES),
+        *(_class(module, name) for module, names in GUARDED.items() for name in names),
+        *(
+            Patch(
+                target=f"{module}:HAVE_TE",
+                replacement="accel.patches.te_layers:HAVE_TE",
+                why="There it guards the names above, which are bound now.",
+                optional=True,
+            )
+            for module in (_EXTENSION, *GUARDED)
+            if module not in UNGUARDED
+        ),
+        Patch(
+            target=f"{_CORE}.transformer.transformer_block:_get_block_submodules",
+            replacement="accel.patches.te_layers:with_final_norm",
+            how="wrap",
+            expects=("config", "spec", "vp_stage", "pp_rank"),
+            why="The final norm of a block that is given one layer spec is Transformer Engine's too.",
+        ),
+        Patch(
+            target=f"{_UTILS}:is_te_min_version",
+            replacement="accel.patches.te_layers:is_min_version",
+            how="wrap",
+            expects=("version", "check_equality"),
+            why="Each gate is told what accel's layers can do.",
+        ),
+        Patch(
+            target=f"{_UTILS}:get_te_version",
+            replacement="accel.patches.te_layers:get_version",
+            how="wrap",
+            expects=(),
+            why="Each gate is told what accel's layers can do.",
+        ),
+    ),
+)

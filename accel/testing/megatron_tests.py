@@ -1,0 +1,217 @@
+"""Runs Megatron-LM's unit tests on the CPU with accel on top, and writes what became of each.
+
+    python -m accel.testing.megatron_tests CHECKOUT [--only SUBSTRING] [--report docs/megatron-tests.md]
+
+CHECKOUT is a clone of Megatron-LM at a supported version; its own `megatron` is what is tested. Each test
+file runs on 8 gloo ranks, forked from one process that has imported torch and Megatron already, and has
+`--file-seconds`; a test has `--test-seconds`. A test counts as failed if it fails on any rank, as skipped if
+no rank ran it, as passed if it passed wherever it ran; what a killed file left unfinished counts as failed.
+
+`tests/megatron_expected.toml` names the failures that are known, with the reason of each; a failure that is not there, or
+one that is and passes, is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from accel.testing.megatron_plugin import RESULTS
+
+ROOT = Path(__file__).parents[2]
+EXPECTED = ROOT / "tests" / "megatron_expected.toml"
+FOLDERS = (
+    "tensor_parallel",
+    "fusions",
+    "transformer",
+    "models",
+    "pipeline_parallel",
+    "distributed",
+    "dist_checkpointing",
+    "optimizer",
+)
+WORLD_SIZE = 8
+
+
+@dataclass
+class FileResult:
+    name: str
+    seconds: float
+    outcomes: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    ended: str = ""
+    """Why it did not end by itself, if so."""
+
+    def count(self, outcome: str) -> int:
+        return sum(value == outcome for value in self.outcomes.values())
+
+
+def find_files(checkout: Path, only: str) -> list[Path]:
+    unit_tests = checkout / "tests" / "unit_tests"
+    if not unit_tests.is_dir():
+        raise SystemExit(
+            f"make test-megatron: {checkout} has no tests/unit_tests; "
+            "give MEGATRON=<a clone of Megatron-LM>"
+        )
+    files = [f for folder in FOLDERS for f in sorted((unit_tests / folder).rglob("test_*.py"))]
+    return [f for f in files if only in str(f.relative_to(unit_tests))]
+
+
+def run_file(checkout: Path, file: Path, results: Path, limits: argparse.Namespace) -> FileResult:
+    """Fork the ranks, wait for them or kill them, and put their outcomes together."""
+    name = str(file.relative_to(checkout / "tests" / "unit_tests"))
+    port = _free_port()
+    start = time.monotonic()
+    children = [_fork_rank(rank, port, checkout, file, results, limits) for rank in range(WORLD_SIZE)]
+    waiting = set(children)
+    ended = ""
+    while waiting:
+        for pid in list(waiting):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                waiting.discard(pid)
+                if os.WIFSIGNALED(status):
+                    ended = ended or f"a rank died of signal {os.WTERMSIG(status)}"
+        late = time.monotonic() - start > limits.file_seconds
+        if waiting and (late or ended):
+            ended = ended or f"not done after {limits.file_seconds} s"
+            for pid in waiting:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            break
+        time.sleep(0.05)
+    result = FileResult(name, time.monotonic() - start, ended=ended)
+    _collect(result, results)
+    return result
+
+
+def _fork_rank(
+    rank: int, port: int, checkout: Path, file: Path, results: Path, limits: argparse.Namespace
+) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setpgid(0, 0)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(WORLD_SIZE),
+        LOCAL_WORLD_SIZE=str(WORLD_SIZE),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        **{RESULTS: str(results)},
+    )
+    with open(f"{results}.log.{rank}", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.chdir(checkout)
+    import pytest
+
+    status = 3
+    try:
+        status = pytest.main(
+            [
+                str(file),
+                f"--timeout={limits.test_seconds}",
+                *("-p", "accel.testing.megatron_plugin", "-p", "no:cacheprovider", "-q", "--tb=short"),
+            ],
+        )
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(status))
+
+
+def _collect(result: FileResult, results: Path) -> None:
+    """Worst outcome over the ranks; a test that some rank never finished has failed."""
+    started = collections.Counter[str]()
+    for rank in range(WORLD_SIZE):
+        path = Path(f"{results}.{rank}")
+        lines = path.read_text().splitlines() if path.exists() else []
+        seen = set()
+        for line in lines:
+            with contextlib.suppress(json.JSONDecodeError):  # the last line of a killed rank
+                row = json.loads(line)
+                test = row["test"].partition("::")[2] or "(the file)"
+                seen.add(test)
+                _worse(result, test, row["outcome"], row["reason"])
+        started.update(seen)
+    if result.ended:
+        for test, ranks in started.items():
+            if ranks < WORLD_SIZE and result.outcomes[test] == "passed":
+                _worse(result, test, "failed", result.ended)
+        _worse(result, "(the file)", "failed", result.ended)
+
+
+def _worse(result: FileResult, test: str, outcome: str, reason: str) -> None:
+    order = ("skipped", "passed", "failed")
+    if order.index(outcome) >= order.index(result.outcomes.get(test, "skipped")):
+        result.outcomes[test] = outcome
+        if outcome != "passed":
+            result.reasons.setdefault(test, reason)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make test-megatron")
+    parser.add_argument("checkout", type=Path, help="a clone of Megatron-LM at a supported version")
+    parser.add_argument("--only", default="", help="files whose path contains this")
+    parser.add_argument("--report", type=Path, help="write the table there, in Markdown")
+    parser.add_argument("--json", type=Path, help="write every outcome there")
+    parser.add_argument("--keep", action="store_true", help="keep what the ranks printed, in /tmp")
+    parser.add_argument("--file-seconds", type=int, default=300)
+    parser.add_argument("--test-seconds", type=int, default=60)
+    args = parser.parse_args()
+    checkout = args.checkout.resolve()
+    files = find_files(checkout, args.only)
+    sys.path.insert(0, str(checkout))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _import_once()
+    found = []
+    with tempfile.TemporaryDirectory(delete=not args.keep) as folder:
+        for i, file in enumerate(files):
+            result = run_file(checkout, file, Path(folder) / f"file{i}", args)
+            found.append(result)
+            print(
+                f"{result.name:70} passed {result.count('passed'):4} failed {result.count('failed'):4} "
+                f"skipped {result.count('skipped'):4} {result.seconds:5.0f} s {result.ended}",
+                flush=True,
+            )
+    if args.json:
+        rows = {r.name: {"outcomes": r.outcomes, "reasons": r.reasons} for r in found}
+        args.json.write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+def _import_once() -> None:
+    """What every rank needs, before the ranks are forked: importing it takes longer than most tests."""
+    import torch
+
+    torch.set_num_threads(1)
+    from accel.session import SESSION
+
+    SESSION.attach("cpu")
+    for name in ("megatron.core.models.gpt", "megatron.training"):
+        importlib.import_module(name)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

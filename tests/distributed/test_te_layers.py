@@ -1,0 +1,46 @@
+"""The two layer specs are one model: the same losses from the same weights, and checkpoints that each reads
+from the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accel.testing.distributed import launch, under_torchrun
+
+from .test_resume import numbers
+from .training import MODEL, MOE, SCRIPT
+
+pytestmark = pytest.mark.skipif(under_torchrun(), reason="launches its own ranks")
+LOCAL = ["--transformer-impl", "local"]
+TE = ["--transformer-impl", "transformer_engine"]
+LAYOUTS = {
+    "one_rank_bf16": (1, ["--bf16"]),
+    "tp2_sp_distributed_optimizer": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer".split(),
+    ),
+    "pp2_moe_grouped": (
+        2,
+        [*MOE, *"--pipeline-model-parallel-size 2 --moe-grouped-gemm".split()],
+    ),
+}
+
+
+@pytest.mark.parametrize("first", ["local", "te"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_spec_goes_on_from_the_others_checkpoint(
+    layout: str, first: str, tmp_path: Path
+) -> None:
+    ranks, flags = LAYOUTS[layout]
+    one, other = (LOCAL, TE) if first == "local" else (TE, LOCAL)
+    command = [str(SCRIPT), *MODEL, *flags, "--train-iters", "5", "--lr-decay-iters", "5"]
+    save = ["--save", str(tmp_path), "--save-interval", "2", "--ckpt-format", "torch_dist"]
+    whole = numbers(launch(ranks, [*command, *one, *save], seconds=150))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = numbers(launch(ranks, [*command, *other, "--load", str(tmp_path)], seconds=150))
+    assert len(whole) == 5
+    # As in test_resume: the first loss that a process logs is averaged into its second.
+    assert [norm for _, norm in resumed] == [norm for _, norm in whole[2:]]
+    assert [resumed[i][0] for i in (0, 2)] == [whole[i][0] for i in (2, 4)]

@@ -1,0 +1,155 @@
+"""`DotProductAttention`: each mask and layout against the same sums written out in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from accel.layers.attention import HIDDEN, DotProductAttention
+from accel.testing.tolerance import assert_close_to_baseline
+
+S, B, H, G, D = 9, 2, 4, 2, 16
+
+
+def qkv(num_queries: int = S, num_keys: int = S) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((num_queries, B, H, D), (num_keys, B, G, D), (num_keys, B, G, D))
+    return [torch.randn(size, generator=generator) for size in sizes]
+
+
+def layer(**options: object) -> DotProductAttention:
+    return DotProductAttention(H, D, num_gqa_groups=G, **options)
+
+
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, bias: Tensor | None = None
+) -> Tensor:
+    k, v = (t.repeat_interleave(H // G, dim=2) for t in (k, v))
+    scores = torch.einsum("qbhd,kbhd->bhqk", q, k) / D**0.5
+    if bias is not None:
+        scores = scores + bias
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, HIDDEN)
+    return torch.einsum("bhqk,kbhd->qbhd", scores.softmax(-1), v).flatten(-2)
+
+
+def upper(num_queries: int, num_keys: int, shift: int = 0) -> Tensor:
+    return torch.arange(num_keys) > torch.arange(num_queries)[:, None] + shift
+
+
+PADDING = torch.zeros(B, 1, 1, S, dtype=torch.bool)
+PADDING[1, ..., 6:] = True
+OWN = torch.rand(B, 1, S, S, generator=torch.Generator().manual_seed(1)) < 0.3
+OWN[..., 0] = False
+
+CASES = {
+    "causal": ({"attn_mask_type": "causal"}, None, upper(S, S)),
+    "no_mask": ({"attn_mask_type": "no_mask"}, None, None),
+    "no_mask_ignores_one": ({"attn_mask_type": "no_mask"}, OWN, None),
+    "padding": ({"attn_mask_type": "padding"}, PADDING, PADDING),
+    "padding_causal": ({"attn_mask_type": "padding_causal"}, PADDING, PADDING | upper(S, S)),
+    "padding_of_both": ({"attn_mask_type": "padding"}, (PADDING, PADDING), PADDING),
+    "arbitrary": ({"attn_mask_type": "arbitrary"}, OWN, OWN),
+    "arbitrary_that_is_causal": ({"attn_mask_type": "arbitrary"}, upper(S, S), upper(S, S)),
+    "window": (
+        {"attn_mask_type": "causal", "window_size": (3, 0)},
+        None,
+        upper(S, S) | (torch.arange(S) < torch.arange(S)[:, None] - 3),
+    ),
+    "window_and_own": (
+        {"attn_mask_type": "arbitrary", "window_size": (3, -1)},
+        OWN,
+        OWN | (torch.arange(S) < torch.arange(S)[:, None] - 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_masks(case: str) -> None:
+    options, mask, hidden = CASES[case]
+    tensors = [t.requires_grad_() for t in qkv()]
+    out = layer(**options)(*tensors, mask)
+    grads = torch.autograd.grad(out.square().sum(), tensors)
+    for dtype in (torch.float32, torch.float64):
+        plain = [t.detach().to(dtype).requires_grad_() for t in tensors]
+        y = written_out(*plain, hidden)
+        same = [y, *torch.autograd.grad(y.square().sum(), plain)]
+        if dtype == torch.float32:
+            baseline = same
+    for name, ours, base, exact in zip("oqkv", (out, *grads), baseline, same, strict=True):
+        assert_close_to_baseline(
+            ours.detach(), base.detach(), exact.detach(), name=name, roundings=8
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_queries", "shift"),
+    [
+        ("causal", 4, 0),
+        ("causal_bottom_right", 4, S - 4),
+        ("padding_causal_bottom_right", 4, S - 4),
+    ],
+)
+def test_causal_masks_of_fewer_queries(kind: str, num_queries: int, shift: int) -> None:
+    q, k, v = qkv(num_queries)
+    out = layer(attn_mask_type=kind)(q, k, v)
+    torch.testing.assert_close(out, written_out(q, k, v, upper(num_queries, S, shift)))
+
+
+def test_bias_is_added_after_the_scale() -> None:
+    q, k, v = qkv()
+    bias = torch.randn(1, H, S, S)
+    out = layer()(q, k, v, core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
+    torch.testing.assert_close(out, written_out(q, k, v, upper(S, S), bias))
+
+
+def test_bshd_is_sbhd_transposed() -> None:
+    q, k, v = qkv()
+    out = layer()(*(t.transpose(0, 1) for t in (q, k, v)), qkv_format="bshd")
+    assert torch.equal(out.transpose(0, 1), layer()(q, k, v))
+
+
+def test_a_pack_is_its_sequences() -> None:
+    q, k, v = (t[:, 0] for t in qkv())
+    starts = torch.tensor([0, 4, S], dtype=torch.int32)
+    out = layer()(
+        *(q, k, v),
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        attn_mask_type="padding_causal",
+    )
+    parts = [layer()(*(t[a:b, None] for t in (q, k, v))) for a, b in ((0, 4), (4, S))]
+    torch.testing.assert_close(out, torch.cat(parts)[:, 0])
+
+
+def test_dropout_is_off_in_eval_and_repeats_with_the_random_state() -> None:
+    tensors = qkv()
+    module = layer(attention_dropout=0.5)
+    torch.manual_seed(3)
+    first = module(*tensors)
+    torch.manual_seed(3)
+    assert torch.equal(module(*tensors), first)
+    assert not torch.equal(module.eval()(*tensors), first)
+    assert torch.equal(module(*tensors), layer()(*tensors))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"attn_mask_type": "diagonal"}, ValueError, "diagonal"),
+        ({"tp_size": 3}, ValueError, "no multiple of tp_size=3"),
+        ({"softmax_type": "learnable"}, NotImplementedError, "softmax_type"),
+        ({"cp_group": object()}, NotImplementedError, "context parallelism"),
+        ({"return_max_logit": True}, NotImplementedError, "return_max_logit"),
+    ],
+)
+def test_what_it_cannot_do_is_named(options: dict, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        layer(**options)
+
+
+def test_arbitrary_without_a_mask_is_an_error() -> None:
+    with pytest.raises(ValueError, match="needs an attention_mask"):
+        layer(attn_mask_type="arbitrary")(*qkv())

@@ -1,0 +1,129 @@
+"""`Linear`, `LayerNormLinear` and `GroupedLinear` as modules: parameters, state dicts, hooks, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accel.layers import stand_in
+from accel.layers.grouped_linear import GroupedLinear
+from accel.layers.linear import LayerNormLinear, Linear
+from accel.ops import layer_norm_ref, rms_norm_ref
+
+K, N = 6, 10
+
+
+def test_state_dict_keys_are_transformer_engines() -> None:
+    assert list(Linear(K, N).state_dict()) == ["weight", "bias", "_extra_state"]
+    assert list(LayerNormLinear(K, N, bias=False, normalization="RMSNorm").state_dict()) == [
+        "layer_norm_weight",
+        "weight",
+        "_extra_state",
+    ]
+    assert list(LayerNormLinear(K, N).state_dict()) == [
+        *("layer_norm_weight", "layer_norm_bias", "weight", "bias", "_extra_state")
+    ]
+    assert list(GroupedLinear(2, K, N).state_dict()) == [
+        *("weight0", "bias0", "weight1", "bias1", "_extra_state")
+    ]
+    assert list(stand_in.LayerNorm(K).state_dict()) == ["weight", "bias", "_extra_state"]
+
+
+@pytest.mark.parametrize("make", [Linear, LayerNormLinear], ids=["Linear", "LayerNormLinear"])
+def test_extra_state_is_tolerated_and_never_required(make: type) -> None:
+    source, target = make(K, N), make(K, N)
+    state = source.state_dict()
+    assert state["_extra_state"].numel() == 0
+    target.load_state_dict(state)
+    state.pop("_extra_state")
+    target.load_state_dict(state)
+    assert torch.equal(target.weight, source.weight)
+    state["_extra_state"] = torch.zeros(20, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="FP8 scales"):
+        target.load_state_dict(state)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_layer_norm_linear_is_norm_then_linear(kind: str, zero_centered: bool) -> None:
+    module = LayerNormLinear(
+        K,
+        N,
+        normalization=kind,
+        zero_centered_gamma=zero_centered,
+        return_layernorm_output=True,
+        return_bias=True,
+    )
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    x = torch.randn(4, 3, K)
+    if kind == "RMSNorm":
+        normed = rms_norm_ref(x, module.layer_norm_weight, 1e-5, zero_centered=zero_centered)
+    else:
+        weight, bias = module.layer_norm_weight, module.layer_norm_bias
+        normed = layer_norm_ref(x, weight, bias, 1e-5, zero_centered=zero_centered)
+    y, bias, out = module(x)
+    assert torch.equal(out, normed)
+    assert torch.equal(y, normed @ module.weight.t())
+    assert bias is module.bias
+
+
+@pytest.mark.parametrize("return_bias", [False, True])
+@pytest.mark.parametrize("counts", [[3, 0, 2], [0, 0, 0], [5, 0, 0]], ids=str)
+def test_grouped_linear_is_one_linear_for_each_group(counts: list[int], return_bias: bool) -> None:
+    module = GroupedLinear(3, K, N, return_bias=return_bias)
+    with torch.no_grad():
+        for e in range(3):
+            getattr(module, f"bias{e}").normal_()
+    x = torch.randn(sum(counts), K, requires_grad=True)
+    out = module(x, counts)
+    y = out[0] if return_bias else out
+    parts = []
+    for e, rows in enumerate(x.split(counts)):
+        part = rows @ getattr(module, f"weight{e}").t()
+        parts.append(part if return_bias else part + getattr(module, f"bias{e}"))
+    expected = torch.cat(parts)
+    torch.testing.assert_close(y, expected)
+    wanted = [x, *(getattr(module, f"weight{e}") for e in range(3))]
+    got = torch.autograd.grad(y.square().sum(), wanted)
+    torch.testing.assert_close(got, torch.autograd.grad(expected.square().sum(), wanted))
+
+
+def test_delayed_weight_gradients_come_with_backward_dw() -> None:
+    module = Linear(K, N, bias=False, delay_wgrad_compute=True)
+    told = []
+    module.register_wgrad_accumulation_and_reduce_hooks(lambda: told.append(module.weight.grad))
+    assert module.weight.skip_backward_post_hook is True
+    x = torch.randn(4, K)
+    module(x).sum().backward()
+    assert module.weight.grad is None
+    module.backward_dw()
+    torch.testing.assert_close(module.weight.grad, torch.ones(4, N).t() @ x)
+    assert told[0] is module.weight.grad
+    with pytest.raises(RuntimeError, match="no backward is left"):
+        module.backward_dw()
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(NotImplementedError, match="ub_overlap_ag"):
+        Linear(K, N, ub_overlap_ag=True)
+    with pytest.raises(ValueError, match="parallel_mode='diagonal'"):
+        Linear(K, N, parallel_mode="diagonal")
+    with pytest.raises(ValueError, match="out_features=10 is no multiple of the 3 ranks"):
+        Linear(K, N, tp_size=3, parallel_mode="column")
+    with pytest.raises(ValueError, match="normalization='BatchNorm'"):
+        LayerNormLinear(K, N, normalization="BatchNorm")
+    split = Linear(K, N, tp_size=2, parallel_mode="column", device="meta")
+    with pytest.raises(RuntimeError, match="set_tensor_parallel_group"):
+        split(torch.ones(2, K, device="meta"))
+
+
+def test_nothing_pretends_to_be_the_package() -> None:
+    import sys
+
+    modules = stand_in.modules()
+    assert "transformer_engine.pytorch" in modules
+    assert not [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]
+    with pytest.raises(NotImplementedError, match="FP8"):
+        modules["transformer_engine.pytorch.fp8"].fp8_autocast(enabled=True)

@@ -1,0 +1,85 @@
+"""The split linear layer on one rank: products, gradients, main gradients, delayed gradients, bad input.
+Several ranks: `tests/distributed/test_parallel_linear.py`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from accel.parallel.linear import DelayedGradients, Layout, parallel_linear
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def inputs(dtype: torch.dtype, *leading: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((*leading, 13), (7, 13), (7,))
+    x, w, b = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
+    return x.requires_grad_(), w.requires_grad_(), b.requires_grad_()
+
+
+@pytest.mark.parametrize("leading", [(5,), (3, 2), (0,), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_bits_as_torch(dtype: torch.dtype, leading: tuple[int, ...]) -> None:
+    x, w, b = inputs(dtype, *leading)
+    y = parallel_linear(x, w, b, Layout())
+    expected = x @ w.t() + b
+    assert torch.equal(y, expected)
+    dy = torch.randn_like(y)
+    got = torch.autograd.grad(y, (x, w, b), dy)
+    dy_TN, x_TK = dy.reshape(-1, 7), x.detach().reshape(-1, 13)
+    for g, e in zip(got, (dy @ w, dy_TN.t() @ x_TK, dy_TN.sum(0)), strict=True):
+        assert torch.equal(g, e)
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_frozen_operands_get_no_gradient(frozen: int) -> None:
+    operands = inputs(torch.float32, 5)
+    operands[frozen].requires_grad_(False)
+    parallel_linear(*operands, Layout()).sum().backward()
+    assert [t.grad is None for t in operands] == [i == frozen for i in range(3)]
+
+
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_main_grad_is_added_to(main_dtype: torch.dtype) -> None:
+    x, w, _ = inputs(torch.bfloat16, 5)
+    w.main_grad = torch.ones(7, 13, dtype=main_dtype)
+    w.grad_added_to_main_grad = False
+    for _ in range(2):
+        parallel_linear(x, w, None, Layout(into_main_grad=True)).sum().backward()
+    dw = 2 * torch.ones(5, 7).t() @ x.detach().float()
+    tolerance = 1e-6 if main_dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(w.main_grad.float(), 1 + dw, rtol=tolerance, atol=tolerance)
+    assert w.grad_added_to_main_grad is True
+
+
+def test_no_main_grad_is_one_error_that_says_what_to_do() -> None:
+    x, w, _ = inputs(torch.float32, 5)
+    y = parallel_linear(x, w, None, Layout(into_main_grad=True))
+    with pytest.raises(RuntimeError, match="no-gradient-accumulation-fusion"):
+        y.sum().backward()
+
+
+def test_delayed_gradients_wait_and_come_oldest_first() -> None:
+    x, w, _ = inputs(torch.float32, 5)
+    delayed = DelayedGradients()
+    layout = Layout(delayed=delayed)
+    for factor in (1, 10):
+        (parallel_linear(x, w, None, layout) * factor).sum().backward()
+    assert w.grad is None
+    assert len(delayed) == 2
+    delayed.compute_next()
+    first = w.grad.clone()
+    delayed.compute_next()
+    plain = inputs(torch.float32, 5)
+    (plain[0] @ plain[1].t()).sum().backward()
+    torch.testing.assert_close(first, plain[1].grad)
+    torch.testing.assert_close(w.grad, 11 * plain[1].grad)
+    with pytest.raises(IndexError):
+        delayed.compute_next()
+
+
+def test_a_dimension_that_does_not_fit_is_named() -> None:
+    with pytest.raises(ValueError, match=r"last dimension of x is 4.*takes 5"):
+        parallel_linear(torch.ones(2, 4), torch.ones(3, 5), None, Layout())
