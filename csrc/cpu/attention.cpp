@@ -1136,6 +1136,12 @@ struct Options {
   double dropout;
 };
 
+// dropout * 2^32, rounded; what rounds to 2^32 is taken as one less, which is as good as all.
+uint32_t threshold_of(double dropout) {
+  const double threshold = std::nearbyint(std::ldexp(dropout, 32));
+  return static_cast<uint32_t>(std::min(threshold, 0x1p32 - 1.0));
+}
+
 Problem problem_of(
     const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& cu_q,
     const std::optional<Tensor>& cu_k, const std::optional<Tensor>& seed, const Options& options) {
@@ -1143,6 +1149,9 @@ Problem problem_of(
       cu_q.has_value() == cu_k.has_value(), "attention: cu_seqlens_q and cu_seqlens_k go together");
   check_inputs(q, k, v, cu_q.has_value());
   ACCEL_CHECK_VALUE(options.scale > 0.0, "attention: scale must be positive, got ", options.scale);
+  ACCEL_CHECK_VALUE(
+      options.left >= -1 && options.right >= -1, "attention: the window must be >= -1 (no limit), got ",
+      options.left, " and ", options.right);
   constexpr int64_t kFar = int64_t{1} << 40;  // further than any key
   Problem problem{
       .num_heads = q.size(-2),
@@ -1165,7 +1174,7 @@ Problem problem_of(
     const auto key = static_cast<uint64_t>(seed->item<int64_t>());
     problem.dropout = Dropout{
         .key = {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)},
-        .threshold = static_cast<uint32_t>(std::lrint(std::ldexp(options.dropout, 32))),
+        .threshold = threshold_of(options.dropout),
         .scale = static_cast<float>(1.0 / (1.0 - options.dropout))};
   }
   return problem;
