@@ -147,6 +147,26 @@ void pack_paired(
   }
 }
 
+// 4 x 4 lanes of 32 bits, rows to columns.
+template <typename E>
+ACCEL_INLINE void transpose_4x4(const E* in, int64_t stride, E* out, int64_t out_stride) {
+  typedef uint32_t Lanes __attribute__((vector_size(16)));
+  Lanes rows[4];
+  for (int i = 0; i < 4; ++i) rows[i] = load_bits<Lanes>(in + i * stride);
+  // Interleaving row i with row i + 2, twice over, is the transpose.
+  for (int round = 0; round < 2; ++round) {
+    Lanes next[4];
+    for (int i = 0; i < 2; ++i) {
+      next[2 * i] = __builtin_shuffle(rows[i], rows[i + 2], Lanes{0, 4, 1, 5});
+      next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + 2], Lanes{2, 6, 3, 7});
+    }
+    for (int i = 0; i < 4; ++i) rows[i] = next[i];
+  }
+  for (int i = 0; i < 4; ++i) {
+    std::memcpy(static_cast<void*>(out + i * out_stride), &rows[i], sizeof(Lanes));
+  }
+}
+
 // The transpose of [rows][cols] as rows (kPaired false) or paired: out_rows >= cols.
 template <bool kPaired, typename T, typename E>
 void pack_transposed(
@@ -157,7 +177,16 @@ void pack_transposed(
   pad(cols, rows, out, out_rows, out_cols);
   for (int64_t begin = 0; begin < rows; begin += kStrip) {
     const int64_t end = begin + kStrip < rows ? begin + kStrip : rows;
-    for (int64_t col = 0; col < cols; ++col) {
+    int64_t col = 0;
+    if constexpr (kTogether == 2 && std::is_same_v<T, E>) {  // two columns are 32 bits on either side
+      for (; end - begin == kStrip && col + 8 <= cols; col += 8) {
+        for (int64_t row = begin; row < end; row += 4) {
+          transpose_4x4(
+              in + row * stride + col, stride, out + col * out_cols + 2 * row, 2 * out_cols);
+        }
+      }
+    }
+    for (; col < cols; ++col) {
       E* to = out + (col / kTogether) * out_cols * kTogether + col % kTogether;
       for (int64_t row = begin; row < end; ++row) {
         if constexpr (std::is_same_v<T, E>) {
