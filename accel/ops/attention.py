@@ -51,7 +51,8 @@ def dropout_mask_ref(
 
     Philox4x32-10 (Salmon et al. 2011) under the two halves of `seed` (one int64). Counter
     (key, 16 (query // 64) + query % 16, head, sequence) gives 4 words of 32 bits; word w belongs to
-    the query with (query // 16) % 4 = w. An element whose word is below dropout * 2^32 is dropped.
+    the query with (query // 16) % 4 = w. An element whose word is below dropout * 2^32 (at most
+    2^32 - 1) is dropped.
 
     Returns:
         `[num_heads, num_queries, num_keys]` fp32.
@@ -76,7 +77,7 @@ def dropout_mask_ref(
         keys = [(keys[0] + 0x9E3779B9) & low, (keys[1] + 0xBB67AE85) & low]
     which = (query // 16 % 4).expand(words[0].shape)[None]
     bits = torch.stack(words).gather(0, which)[0]
-    return (bits >= round(dropout * 2**32)).float() / (1 - dropout)
+    return (bits >= min(round(dropout * 2**32), 2**32 - 1)).float() / (1 - dropout)
 
 
 def attention_ref(

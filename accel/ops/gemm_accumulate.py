@@ -5,6 +5,8 @@ r"""A matrix product added to an fp32 matrix: what a linear layer's weight gradi
 Dtypes      out fp32; a and b bf16: products and sums are fp32, nothing is rounded to bf16 on its way
             into the sum. Other dtypes take the reference.
 Saved       nothing: it has no gradient of its own.
+Layouts     a may be the transpose of a matrix with contiguous rows; nothing is copied whole for that.
+            Rows of a, b and out may be any distance apart.
 Moved       a and b once, out once read and once written for every 512 of K.
 Memory      a copy of b, in the layout of the kernel, and one of 64 columns of a for each thread.
 Order       along K, in pieces of 512; the number of threads changes no bit.
@@ -94,3 +96,14 @@ def gemm_accumulate(out_MN: Tensor, a_KM: Tensor, b_KN: Tensor) -> None:
         log_fallback("gemm_accumulate", reason)
     with torch.no_grad():
         (gemm_accumulate_ref if reason else _accumulate)(out_MN, a_KM, b_KN)
+
+
+def add_product(out_MN: Tensor, a_MK: Tensor, b_KN: Tensor) -> None:
+    """`out += a @ b` in place, with `gemm_accumulate` where that has a kernel; not for autograd.
+
+    Elsewhere in the dtype of out, from copies of the operands.
+    """
+    if unsupported_reason(out_MN, a_MK, b_KN) is None:
+        _accumulate(out_MN, a_MK.t(), b_KN)
+    else:
+        gemm_accumulate_ref(out_MN, a_MK.t(), b_KN)

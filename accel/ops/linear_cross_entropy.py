@@ -7,13 +7,14 @@ Letters     T  rows of h;   H  hidden size, the columns of h and W;   V  the voc
 Dtypes      h, W, dh, dW: float32, bfloat16 or float16, all the same. x and dx have it too, as they
             would have whole. loss: float32. Sums over pieces: float32.
 Pieces      [rows, tokens] of x, at most `ROWS_PER_BLOCK` (with a grad_buffer; else T) by
-            `tokens_per_chunk`. The products are torch's own.
+            `tokens_per_chunk`. The products are torch's own and `gemm_accumulate`.
 Saved       h, W, the target and 12 T bytes (16 T with smoothing).
 Cost        8 T H V flops where whole logits need 6: the gradient of each row's loss is known only in
             the backward, and dW sums over rows, so x must be made twice. What it buys is memory:
-            beyond dh and dW, one piece of x, one of dW, and fp32 sums of dh for one block of rows.
-Rounding    A 16-bit product of each piece is rounded before it is added to the fp32 sum, so dh (and
-            dW with a grad_buffer) has one rounding per piece, of that piece's own magnitude.
+            beyond dh and dW, one piece of x, a copy of a piece of h or W, and fp32 sums of dh for one
+            block of rows.
+Rounding    bf16: products are added to the fp32 sums as they are. Where `gemm_accumulate` has no
+            kernel, as for fp16, the 16-bit product of each piece is rounded before it is added.
 Ranks       As in `cross_entropy`: W holds this rank's tokens, h is the same on all. dh is this
             rank's share, which the caller sums over the ranks (or scatters, in sequence parallel).
 Order       Fixed by the shapes; the products keep what torch.mm promises.
@@ -37,6 +38,8 @@ from accel.ops.cross_entropy import (
     shard,
     smoothing_of,
 )
+from accel.ops.gemm_accumulate import add_product
+from accel.ops.gemm_accumulate import unsupported_reason as unsupported_sum
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_ref", "unsupported_reason"]
 
@@ -259,9 +262,9 @@ def _backward_into(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total += a @ b`. No CPU product of 16-bit matrices adds to fp32, so that rounds in between."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
+    """`total += a @ b`; where no kernel adds 16-bit products to fp32, each is rounded before."""
+    if total.dtype == a.dtype or unsupported_sum(total, a, b) is None:
+        add_product(total, a, b)
     else:
         total += torch.mm(a, b)
 

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from accel import ops
 from accel.feature import Context, Feature
-from accel.ops import _native
 from accel.ops._dispatch import log_fallback
+from accel.patches._kernels import kernel_missing
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
 
@@ -121,15 +121,6 @@ def _not_stored_as_it_is(fp8_input_store: bool, cpu_offload_input: bool = False)
     return None
 
 
-def _kernel_missing(context: Context) -> str | None:
-    if context.device != "cpu":
-        return f"no activation kernel for {context.device} yet"
-    missing = _native.reason()
-    if missing is None:
-        _native.isa()  # a wrong ACCEL_CPU_ISA is an error now, not in the first layer
-    return missing
-
-
 def _nothing_fused(context: Context) -> str | None:
     args: Any = context.args
     if not hasattr(args, "swiglu") or getattr(args, "squared_relu", False):
@@ -162,7 +153,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("swiglu", "geglu", "bias_gelu", "squared_relu"),
-    unavailable=_kernel_missing,
+    unavailable=kernel_missing,
     idle=_nothing_fused,
     patches=(
         _patch(

@@ -28,22 +28,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.feature import Context, Feature
-from accel.ops import _native, adamw, l2_norm
+from accel.feature import Feature
+from accel.ops import adamw, l2_norm
 from accel.ops import scale as scale_all
 from accel.ops._dispatch import log_fallback
+from accel.patches._kernels import kernel_missing
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _HERE = "accel.patches.fused_adamw"
-
-
-def _kernel_missing(context: Context) -> str | None:
-    return (
-        _native.reason() if context.device == "cpu" else f"no Adam kernel for {context.device} yet"
-    )
 
 
 FEATURE = Feature(
@@ -53,7 +48,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("adamw",),
-    unavailable=_kernel_missing,
+    unavailable=kernel_missing,
     patches=(
         Patch(
             target=f"{_OPTIMIZER}:MegatronOptimizer.__init__",

@@ -31,9 +31,10 @@ from torch import Tensor
 
 from accel.feature import Context, Feature
 from accel.layers.attention import draw_seed, mask_kind, packed_starts
-from accel.ops import _native, attention
+from accel.ops import attention
 from accel.ops._dispatch import log_fallback
 from accel.ops.attention import unsupported_reason
+from accel.patches._kernels import kernel_missing
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
 
@@ -175,15 +176,6 @@ def accept_backends(context: Context) -> list[str]:
     return notes
 
 
-def _kernel_missing(context: Context) -> str | None:
-    if context.device != "cpu":
-        return f"no attention kernel for {context.device} yet"
-    missing = _native.reason()
-    if missing is None:
-        _native.isa()  # a wrong ACCEL_CPU_ISA is an error now, not in the first layer
-    return missing
-
-
 def _unfused(context: Context) -> str | None:
     backend = getattr(getattr(context.args, "attention_backend", None), "name", None)
     return "--attention-backend unfused asks for upstream's own" if backend == "unfused" else None
@@ -196,7 +188,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("attention",),
-    unavailable=_kernel_missing,
+    unavailable=kernel_missing,
     idle=_unfused,
     prepare=accept_backends,
     patches=(

@@ -26,9 +26,10 @@ from typing import Any
 from torch import Tensor
 
 from accel.feature import Context, Feature
-from accel.ops import _native, cross_entropy
+from accel.ops import cross_entropy
 from accel.ops._dispatch import log_fallback
 from accel.ops.cross_entropy import overwritable
+from accel.patches._kernels import kernel_missing
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, te_installed
 
@@ -96,12 +97,6 @@ def without_te(context: Context) -> list[str]:
     return ["transformer_engine is not installed: --cross-entropy-fusion-impl native is used"]
 
 
-def _kernel_missing(context: Context) -> str | None:
-    if context.device != "cpu":
-        return f"no cross entropy kernel for {context.device} yet"
-    return _native.reason()
-
-
 _WHY = "One pass over the logits in their own dtype, in place of a dozen over an fp32 copy."
 
 FEATURE = Feature(
@@ -111,7 +106,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("cross_entropy",),
-    unavailable=_kernel_missing,
+    unavailable=kernel_missing,
     prepare=without_te,
     patches=(
         Patch(

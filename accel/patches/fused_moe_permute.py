@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.feature import Context, Feature
-from accel.ops import _native, moe_permute, moe_row_map, moe_unpermute
+from accel.feature import Feature
+from accel.ops import moe_permute, moe_row_map, moe_unpermute
 from accel.ops.moe_permute import unsupported_reason
+from accel.patches._kernels import kernel_missing
 from accel.patches.moe_fusion import (
     fused_sort_chunks_by_index,
     fused_sort_chunks_by_index_with_probs,
@@ -117,16 +118,6 @@ def sort_chunks_with_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
         return fused_sort_chunks_by_index_with_probs(input, probs, split_sizes, sorted_idxs)
 
     return sort_chunks
-
-
-def kernel_missing(context: Context) -> str | None:
-    """Why the kernels for mixtures of experts cannot run here."""
-    if context.device != "cpu":
-        return f"no kernel for {context.device} yet"
-    missing = _native.reason()
-    if missing is None:
-        _native.isa()  # a wrong ACCEL_CPU_ISA is an error now, not in the first layer
-    return missing
 
 
 FEATURE = Feature(

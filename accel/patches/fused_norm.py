@@ -9,21 +9,12 @@ same dtype.
 
 from __future__ import annotations
 
-from accel.feature import Context, Feature
-from accel.ops import _native
+from accel.feature import Feature
+from accel.patches._kernels import kernel_missing
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
 _WHY = "One kernel that reads its input once, in place of torch's chain of element-wise passes."
-
-
-def _kernel_missing(context: Context) -> str | None:
-    if context.device != "cpu":
-        return f"no norm kernel for {context.device} yet"
-    missing = _native.reason()
-    if missing is None:
-        _native.isa()  # a wrong ACCEL_CPU_ISA is an error now, not in the first layer
-    return missing
 
 
 FEATURE = Feature(
@@ -34,7 +25,7 @@ FEATURE = Feature(
     megatron=SUPPORTED_RANGE,
     requires=("norm",),
     benchmarks=("rms_norm", "layer_norm"),
-    unavailable=_kernel_missing,
+    unavailable=kernel_missing,
     patches=(
         Patch(
             target="accel.layers.norm:rms_norm",

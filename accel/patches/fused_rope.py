@@ -19,10 +19,11 @@ from typing import Any
 
 from torch import Tensor
 
-from accel.feature import Context, Feature
-from accel.ops import _native, rope
+from accel.feature import Feature
+from accel.ops import rope
 from accel.ops._dispatch import log_fallback
 from accel.ops.rope import Layout
+from accel.patches._kernels import kernel_missing
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -106,12 +107,6 @@ def rotate_thd(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return apply
 
 
-def _kernel_missing(context: Context) -> str | None:
-    if context.device != "cpu":
-        return f"no rotary kernel for {context.device} yet"
-    return _native.reason()
-
-
 FEATURE = Feature(
     name="fused_rope",
     summary="rotate queries and keys in one kernel, cosines and sines computed once",
@@ -119,7 +114,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("rope",),
-    unavailable=_kernel_missing,
+    unavailable=kernel_missing,
     patches=(
         Patch(
             target="megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_bshd",

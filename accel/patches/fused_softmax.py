@@ -17,8 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from accel.feature import Context, Feature
-from accel.ops import _native, masked_softmax
+from accel.feature import Feature
+from accel.ops import masked_softmax
+from accel.patches._kernels import kernel_missing
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
 
@@ -44,15 +45,6 @@ def forward_one_pass(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return forward_torch_softmax
 
 
-def _kernel_missing(context: Context) -> str | None:
-    if context.device != "cpu":
-        return f"no softmax kernel for {context.device} yet"
-    missing = _native.reason()
-    if missing is None:
-        _native.isa()  # a wrong ACCEL_CPU_ISA is an error now, not in the first layer
-    return missing
-
-
 FEATURE = Feature(
     name="fused_softmax",
     summary="run the masked softmax of attention with masks of its own in one pass",
@@ -60,7 +52,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("masked_softmax",),
-    unavailable=_kernel_missing,
+    unavailable=kernel_missing,
     patches=(
         Patch(
             target="megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.forward_torch_softmax",

@@ -67,6 +67,7 @@ class _GroupedProduct(torch.autograd.Function):
         return grouped_gemm(x_TK, weights, tokens_per_expert, transpose_b=True)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
         x_TK, tokens_per_expert = ctx.saved_tensors
         weights = [w.detach() for w in ctx.weights]

@@ -29,9 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.feature import Context, Feature
-from accel.ops import _native, linear_cross_entropy
+from accel.feature import Feature
+from accel.ops import linear_cross_entropy
 from accel.ops._dispatch import log_fallback
+from accel.patches._kernels import kernel_missing
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -188,12 +189,6 @@ def _layer_needs_logits(layer: Any, weight: Any, gather: bool | None) -> str | N
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _kernel_missing(context: Context) -> str | None:
-    if context.device != "cpu":
-        return f"no cross entropy kernel for {context.device} yet"
-    return _native.reason()
-
-
 FEATURE = Feature(
     name="linear_cross_entropy",
     summary="make the logits piece by piece inside the loss, never whole (less memory, more flops)",
@@ -201,7 +196,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("linear_cross_entropy",),
-    unavailable=_kernel_missing,
+    unavailable=kernel_missing,
     conflicts={
         "mtp_num_layers": "multi-token prediction counts accepted tokens from whole logits",
         "defer_embedding_wgrad_compute": "it keeps the gradient of whole logits",

@@ -152,6 +152,10 @@ def _limit_sides(case: Case) -> dict[str, Callable[[], object]]:
     return copies
 
 
+CASE_SECONDS, MIN_ROUNDS = 20, 5
+"""Calls of a second and more are timed in fewer rounds: no new one after so long, but so many."""
+
+
 def _time_sides(case: Case, num_rounds: int) -> dict[str, list[float]]:
     """Seconds per call of each side, and of what sets the limit, one for each round."""
     sides = {**case.sides, **_limit_sides(case)}
@@ -163,7 +167,10 @@ def _time_sides(case: Case, num_rounds: int) -> dict[str, list[float]]:
         call()
         repeats[side] = max(1, int(5e-3 / (time.perf_counter() - start)))
     seconds: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(num_rounds):
+    begin = time.perf_counter()
+    for done in range(num_rounds):
+        if done >= MIN_ROUNDS and time.perf_counter() - begin > CASE_SECONDS:
+            break
         for side, call in sides.items():
             start = time.perf_counter()
             for _ in range(repeats[side]):
@@ -201,7 +208,8 @@ def _rows(case: Case, seconds: Mapping[str, list[float]]) -> list[dict]:
         for side, (low, high) in _spread(seconds).items()
     )
     method = (
-        f"median of {len(seconds[OURS])} interleaved rounds in one process, "
+        f"median of {len(seconds[OURS])} interleaved rounds in one process "
+        f"(no new one after {CASE_SECONDS} s, but {MIN_ROUNDS} at least), "
         f"glibc keeping freed pages for all sides ({', '.join(MALLOC_REUSE)}); "
         f"20th to 80th percentile: {spread}; limit: {limit_text}"
     )

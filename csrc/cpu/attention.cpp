@@ -147,6 +147,26 @@ void pack_paired(
   }
 }
 
+// 4 x 4 lanes of 32 bits, rows to columns.
+template <typename E>
+ACCEL_INLINE void transpose_4x4(const E* in, int64_t stride, E* out, int64_t out_stride) {
+  typedef uint32_t Lanes __attribute__((vector_size(16)));
+  Lanes rows[4];
+  for (int i = 0; i < 4; ++i) rows[i] = load_bits<Lanes>(in + i * stride);
+  // Interleaving row i with row i + 2, twice over, is the transpose.
+  for (int round = 0; round < 2; ++round) {
+    Lanes next[4];
+    for (int i = 0; i < 2; ++i) {
+      next[2 * i] = __builtin_shuffle(rows[i], rows[i + 2], Lanes{0, 4, 1, 5});
+      next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + 2], Lanes{2, 6, 3, 7});
+    }
+    for (int i = 0; i < 4; ++i) rows[i] = next[i];
+  }
+  for (int i = 0; i < 4; ++i) {
+    std::memcpy(static_cast<void*>(out + i * out_stride), &rows[i], sizeof(Lanes));
+  }
+}
+
 // The transpose of [rows][cols] as rows (kPaired false) or paired: out_rows >= cols.
 template <bool kPaired, typename T, typename E>
 void pack_transposed(
@@ -157,7 +177,16 @@ void pack_transposed(
   pad(cols, rows, out, out_rows, out_cols);
   for (int64_t begin = 0; begin < rows; begin += kStrip) {
     const int64_t end = begin + kStrip < rows ? begin + kStrip : rows;
-    for (int64_t col = 0; col < cols; ++col) {
+    int64_t col = 0;
+    if constexpr (kTogether == 2 && std::is_same_v<T, E>) {  // two columns are 32 bits on either side
+      for (; end - begin == kStrip && col + 8 <= cols; col += 8) {
+        for (int64_t row = begin; row < end; row += 4) {
+          transpose_4x4(
+              in + row * stride + col, stride, out + col * out_cols + 2 * row, 2 * out_cols);
+        }
+      }
+    }
+    for (; col < cols; ++col) {
       E* to = out + (col / kTogether) * out_cols * kTogether + col % kTogether;
       for (int64_t row = begin; row < end; ++row) {
         if constexpr (std::is_same_v<T, E>) {
@@ -1136,6 +1165,12 @@ struct Options {
   double dropout;
 };
 
+// dropout * 2^32, rounded; what rounds to 2^32 is taken as one less, which is as good as all.
+uint32_t threshold_of(double dropout) {
+  const double threshold = std::nearbyint(std::ldexp(dropout, 32));
+  return static_cast<uint32_t>(std::min(threshold, 0x1p32 - 1.0));
+}
+
 Problem problem_of(
     const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& cu_q,
     const std::optional<Tensor>& cu_k, const std::optional<Tensor>& seed, const Options& options) {
@@ -1143,6 +1178,9 @@ Problem problem_of(
       cu_q.has_value() == cu_k.has_value(), "attention: cu_seqlens_q and cu_seqlens_k go together");
   check_inputs(q, k, v, cu_q.has_value());
   ACCEL_CHECK_VALUE(options.scale > 0.0, "attention: scale must be positive, got ", options.scale);
+  ACCEL_CHECK_VALUE(
+      options.left >= -1 && options.right >= -1, "attention: the window must be >= -1 (no limit), got ",
+      options.left, " and ", options.right);
   constexpr int64_t kFar = int64_t{1} << 40;  // further than any key
   Problem problem{
       .num_heads = q.size(-2),
@@ -1165,7 +1203,7 @@ Problem problem_of(
     const auto key = static_cast<uint64_t>(seed->item<int64_t>());
     problem.dropout = Dropout{
         .key = {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)},
-        .threshold = static_cast<uint32_t>(std::lrint(std::ldexp(options.dropout, 32))),
+        .threshold = threshold_of(options.dropout),
         .scale = static_cast<float>(1.0 / (1.0 - options.dropout))};
   }
   return problem;

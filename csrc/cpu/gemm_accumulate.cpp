@@ -2,13 +2,14 @@
 //
 // The product of tiles is oneDNN's (its batch-reduce kernel, as ATen exports it); this file only
 // brings the operands into the layout that it wants: rows of a^T, and b with every two rows
-// interleaved. ATen has no entry of its own for bf16 operands with an fp32 result on CPUs.
+// interleaved. Where a is itself a transpose, its rows are there and are only moved together. ATen has no entry of its own for bf16 operands with an fp32 result on CPUs.
 //
 // No instruction sets here: oneDNN chooses its own, and moving 16-bit words is as fast in SSE2.
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include <ATen/Parallel.h>
@@ -63,6 +64,16 @@ void transpose(const uint16_t* in, int64_t stride, int64_t depth, int64_t width,
         }
       }
     }
+  }
+}
+
+// in: [width, depth] with rows `stride` apart -> out: [width, padded], columns beyond depth zero.
+void copy_rows(const uint16_t* in, int64_t stride, int64_t depth, int64_t width, uint16_t* out,
+               int64_t padded) {
+  const int64_t count = std::min(depth, padded);
+  for (int64_t w = 0; w < width; ++w) {
+    std::memcpy(out + w * padded, in + w * stride, count * sizeof(uint16_t));
+    std::fill(out + w * padded + count, out + (w + 1) * padded, 0);
   }
 }
 
@@ -151,13 +162,23 @@ void check(const Tensor& out, const Tensor& a, const Tensor& b) {
   ACCEL_CHECK(has_gemm_accumulate(), "gemm_accumulate: oneDNN has no bf16 kernel for this CPU");
 }
 
+// Whether t is the transpose of a matrix with contiguous rows.
+bool is_transpose(const Tensor& t) { return t.stride(0) == 1 && t.stride(1) >= t.size(0); }
+
+// Rows must be contiguous and may be any distance apart.
+Tensor with_contiguous_rows(const Tensor& t) {
+  return t.stride(1) == 1 && t.stride(0) >= t.size(1) ? t : t.contiguous();
+}
+
 void gemm_accumulate_cpu(const Tensor& out, const Tensor& a_in, const Tensor& b_in) {
   check(out, a_in, b_in);
-  const Tensor a = a_in.contiguous();
-  const Tensor b = b_in.contiguous();
-  const int64_t K = a.size(0), M = a.size(1), N = b.size(1);
+  const int64_t K = a_in.size(0), M = a_in.size(1), N = b_in.size(1);
   if (K == 0 || M == 0 || N == 0) return;
-  const auto* a_KM = reinterpret_cast<const uint16_t*>(a.const_data_ptr<BFloat16>());
+  const bool has_rows = is_transpose(a_in);  // of a^T
+  const Tensor a = has_rows ? a_in : with_contiguous_rows(a_in);
+  const Tensor b = with_contiguous_rows(b_in);
+  const int64_t a_stride = a.stride(has_rows ? 1 : 0), b_stride = b.stride(0);
+  const auto* a_data = reinterpret_cast<const uint16_t*>(a.const_data_ptr<BFloat16>());
   const auto* b_KN = reinterpret_cast<const uint16_t*>(b.const_data_ptr<BFloat16>());
   float* out_MN = out.mutable_data_ptr<float>();
   const int64_t out_stride = out.stride(0);
@@ -172,23 +193,29 @@ void gemm_accumulate_cpu(const Tensor& out, const Tensor& a_in, const Tensor& b_
     for (int64_t n = begin * kTile; n < std::min(end * kTile, N); n += kTile) {
       const int64_t width = std::min(kTile, N - n);
       for (int64_t k = 0; k < padded_K; k += kDepth) {
-        interleave(b_KN + k * N + n, N, K - k, width, packed_b + n * padded_K + k * width,
-                   depth_at(k));
+        interleave(b_KN + k * b_stride + n, b_stride, K - k, width,
+                   packed_b + n * padded_K + k * width, depth_at(k));
       }
     }
   });
 
   at::parallel_for(0, at::divup(M, kTile), 1, [&](int64_t begin, int64_t end) {
-    std::vector<uint16_t> rows(kTile * padded_K);  // of a^T, in tiles of kDepth columns
+    // Of a^T, in tiles of kDepth columns.
+    const auto rows = std::make_unique_for_overwrite<uint16_t[]>(kTile * padded_K);
     for (int64_t m = begin * kTile; m < std::min(end * kTile, M); m += kTile) {
       const int64_t height = std::min(kTile, M - m);
       for (int64_t k = 0; k < padded_K; k += kDepth) {
-        transpose(a_KM + k * M + m, M, K - k, height, rows.data() + k * height, depth_at(k));
+        uint16_t* to = rows.get() + k * height;
+        if (has_rows) {
+          copy_rows(a_data + m * a_stride + k, a_stride, K - k, height, to, depth_at(k));
+        } else {
+          transpose(a_data + k * a_stride + m, a_stride, K - k, height, to, depth_at(k));
+        }
       }
       for (int64_t n = 0; n < N; n += kTile) {
         const int64_t width = std::min(kTile, N - n);
         for (int64_t k = 0; k < padded_K; k += kDepth) {
-          multiply_tile(height, width, depth_at(k), rows.data() + k * height,
+          multiply_tile(height, width, depth_at(k), rows.get() + k * height,
                         packed_b + n * padded_K + k * width, out_MN + m * out_stride + n,
                         out_stride);
         }

@@ -58,6 +58,28 @@ def test_any_shape_and_layout(m, n, k, layouts):
 
 
 @needs_kernel
+@pytest.mark.parametrize("k", [40, 41, 513])
+def test_reads_slices_of_wider_matrices_and_transposes_in_place(k):
+    """Gradients of several layers lie side by side, and a^T of `out += a @ b` is a transpose."""
+    wide_a, wide_b = matrices(200, 180, k)[1:]
+    a, b = wide_a[:, 11:80], wide_b[:, 7:60]
+    out = torch.zeros(69, 53)
+    check(out, a, b)
+    check(out, a.t().contiguous().t(), b)
+    wide_rows = torch.nn.functional.pad(a.t(), (3, 2), value=torch.nan)
+    check(out, wide_rows[:, 3:-2].t(), b)
+
+
+@needs_kernel
+def test_needs_no_copy_of_a_transpose():
+    from accel.testing.bench import _peak_bytes
+
+    out, a, b = matrices(4096, 8, 512)
+    rows = a.t().contiguous()
+    assert _peak_bytes(lambda: gemm_accumulate(out, rows.t(), b)) < rows.nbytes / 4
+
+
+@needs_kernel
 def test_writes_into_a_slice_and_nowhere_else():
     """`main_grad` is a view into Megatron's gradient buffer."""
     buffer = torch.full((70, 80), 7.0)

@@ -81,6 +81,20 @@ def test_gradients_are_added_to_main_grad_in_fp32(dtype: torch.dtype) -> None:
         )
 
 
+def test_a_second_derivative_is_an_error() -> None:
+    """The weights' gradients are no part of any graph: what is derived from it would be wrong."""
+    with one_rank("off", grouped_gemm=True, gradient_accumulation_fusion=True):
+        layer = build(gradient_accumulation_fusion=True)
+        for p in layer.experts.parameters():
+            p.main_grad = torch.zeros(p.shape)
+        counts = torch.tensor([0, 3, 7, 0, 5, 1, 4, 4])
+        x = torch.randn(24, HIDDEN, requires_grad=True)
+        y, _ = layer.experts(x, counts, torch.rand(24))
+        (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dx.sum().backward()
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
