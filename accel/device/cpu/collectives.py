@@ -212,7 +212,7 @@ def broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         one_source = (src is None) != (group_src is None)
         if one_source and moves(tensor) and (shared := shared_memory(group)) is not None:
-            root = dist.get_group_rank(group or dist.group.WORLD, src) if src is not None else group_src
+            root = group_src if src is None else _rank_in(group, src)
             return _issued(shared.broadcast(tensor, root, _async(async_op)), async_op)
         return _issued(original(tensor, src, group, _async(async_op), group_src), async_op)
 
@@ -285,7 +285,13 @@ def _host_backend(backend: Any) -> Any:
 
 
 def _on_gloo(group: Any) -> bool:
-    return dist.get_backend(group) == "gloo"
+    """No for what stands for a group that this rank is not in, too."""
+    return group is not dist.GroupMember.NON_GROUP_MEMBER and dist.get_backend(group) == "gloo"
+
+
+def _rank_in(group: Any, rank: int) -> int:
+    """Of a rank of the whole world."""
+    return rank if group is None else dist.get_group_rank(group, rank)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

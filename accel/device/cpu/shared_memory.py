@@ -83,9 +83,7 @@ def reduces(tensor: torch.Tensor, op: Any) -> bool:
 
 def moves(tensor: torch.Tensor) -> bool:
     """Whether a gather or broadcast of `tensor` is served. Complex and quantized ones are not."""
-    return (
-        type(tensor) in _PLAIN and tensor.layout == torch.strided and tensor.dtype in _MOVED
-    )
+    return type(tensor) in _PLAIN and tensor.layout == torch.strided and tensor.dtype in _MOVED
 
 
 class Work:
