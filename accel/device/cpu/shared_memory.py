@@ -74,16 +74,20 @@ def unavailable() -> str | None:
 
 
 def reduces(tensor: torch.Tensor, op: Any) -> bool:
-    """Whether a reduction of `tensor` with `op` is served. Averages of integers, bitwise operations
-    and exotic dtypes are not."""
-    if type(tensor) not in _PLAIN or tensor.layout != torch.strided or op not in _REDUCTIONS:
+    """Whether a reduction of `tensor` with `op` is served. Averages of integers, bitwise operations,
+    complex and rarer dtypes are not."""
+    if op not in _REDUCTIONS or not _is_plain(tensor):
         return False
     return tensor.dtype in _FLOATS or (tensor.dtype in _INTEGERS and op != dist.ReduceOp.AVG)
 
 
 def moves(tensor: torch.Tensor) -> bool:
-    """Whether a gather or broadcast of `tensor` is served. Complex and quantized ones are not."""
-    return type(tensor) in _PLAIN and tensor.layout == torch.strided and tensor.dtype in _MOVED
+    """Whether a gather or broadcast of `tensor` is served. Complex and rarer dtypes are not."""
+    return tensor.dtype in _MOVED and _is_plain(tensor)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout == torch.strided
 
 
 class Work:
@@ -223,6 +227,7 @@ def _set_up(group: Any, files: contextlib.ExitStack) -> int:
         return fd.to_bytes(4, "little")
 
     fd = int.from_bytes(_together(group, prove)[rank][:4], "little")
+    opened: list[int] = []
 
     def enter() -> bytes:
         for peer, each in enumerate(said):
@@ -236,10 +241,17 @@ def _set_up(group: Any, files: contextlib.ExitStack) -> int:
             _timeout_milliseconds(group),
             _spin_microseconds(size),
         )
-        weakref.finalize(group, torch.ops.accel._shared_memory_close, handle).atexit = False
-        return handle.to_bytes(8, "little")
+        opened.append(handle)
+        return b""
 
-    return int.from_bytes(_together(group, enter)[rank][:8], "little")
+    try:
+        _together(group, enter)
+    except BaseException:
+        for handle in opened:
+            torch.ops.accel._shared_memory_close(handle)
+        raise
+    weakref.finalize(group, torch.ops.accel._shared_memory_close, opened[0]).atexit = False
+    return opened[0]
 
 
 class _Refused(Exception):
@@ -302,7 +314,7 @@ def _timeout_milliseconds(group: Any) -> int:
 
 
 def _spin_microseconds(num_ranks: int) -> int:
-    """None where ranks outnumber the cores: whoever spins keeps another rank from its work."""
+    """0 where ranks outnumber the cores: whoever spins keeps another rank from its work."""
     ranks = max(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return SPIN_MICROSECONDS if ranks <= len(os.sched_getaffinity(0)) else 0
 
