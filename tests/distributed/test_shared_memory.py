@@ -272,6 +272,9 @@ def test_what_is_not_served_goes_to_gloo() -> None:
     z = torch.tensor([1.0 + 2.0j]).conj()
     dist.all_reduce(z := z.resolve_conj())
     assert z.item() == 2 - 4j
+    mean = torch.tensor([4 * rank])
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(mean, dist.ReduceOp.AVG)  # gloo has no mean of integers either
     out = torch.empty(2)
     dist.all_to_all_single(out, torch.tensor([0.0, 1.0]) + 10 * rank)
     assert out.tolist() == [rank, rank + 10]
@@ -464,8 +467,10 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("how", ["sync", "async"])
-@pytest.mark.parametrize("fate", ["killed", "exits", "sleeps"])
+@pytest.mark.parametrize(
+    ("fate", "how"),
+    [("killed", "sync"), ("exits", "async"), ("sleeps", "sync"), ("sleeps", "async")],
+)
 def test_a_rank_that_does_not_come_is_named(fate: str, how: str, tmp_path: Path) -> None:
     count = LARGE if how == "async" else SMALL
     command = [sys.executable, "-c", _PEER]
