@@ -134,7 +134,7 @@ KINDS = {
         "aten::masked_fill",
         "accel::attention",
     ),
-    "communication": ("c10d::", "gloo:", "record_param_comms"),
+    "communication": ("c10d::", "gloo:", "record_param_comms", "accel::_shared_memory"),
 }
 """Kind of work -> how the profiler's names of its operators begin. All else is "other"."""
 

@@ -22,6 +22,7 @@ from accel.patches import (
     grouped_gemm,
     host_bf16_gemm,
     host_half_collectives,
+    host_shared_memory_collectives,
     inplace_activation_grad,
     linear_cross_entropy,
     local_spec,
@@ -62,4 +63,5 @@ FEATURES: tuple[Feature, ...] = (
     inplace_activation_grad.FEATURE,
     host_bf16_gemm.FEATURE,
     host_half_collectives.FEATURE,
+    host_shared_memory_collectives.FEATURE,
 )

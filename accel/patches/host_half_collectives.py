@@ -4,7 +4,8 @@ gloo sums 16-bit numbers one by one: a reduce-scatter of 384 KiB over 2 ranks ta
 0.5 ms in fp32, whose elements are half as many. Here the ranks exchange their operands as they are, each
 sums its own shard in fp32 in the order of the ranks and rounds once. For 2 ranks the bits are gloo's;
 for more they are closer to the exact sum, because gloo rounds after each rank. All-reduces of up to 4
-ranks gather all operands; larger groups stay with gloo. Groups on other backends are not touched.
+ranks gather all operands; larger groups stay with gloo. Groups on other backends are not touched,
+and groups on one host have `host_shared_memory_collectives`, with the same bits.
 """
 
 from __future__ import annotations

@@ -98,6 +98,8 @@ _COLLECTIVES = {
     "_reduce_scatter_base": "reduce_scatter_tensor",
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
     "isend": "isend",
     "_coalescing_manager": "coalescing_manager",
 }

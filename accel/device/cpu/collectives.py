@@ -27,6 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accel.device.cpu.shared_memory import moves, reduces
+
 __all__ = ["UnevenWork"]
 
 _COALESCED: list[list[Any]] = []
@@ -41,6 +43,12 @@ def sums_here(tensor: torch.Tensor, op: Any) -> bool:
     """Whether a reduction moves its operands as they are and sums them on arrival, instead of letting
     gloo sum. No; the feature ``host_half_collectives`` says yes for 16-bit sums."""
     return False
+
+
+def shared_memory(group: Any) -> Any:
+    """The :class:`~accel.device.cpu.shared_memory.Channel` that serves a group in place of gloo. None;
+    the feature ``host_shared_memory_collectives`` gives those to groups on one host."""
+    return None
 
 
 def _exchange_and_sum(output: torch.Tensor, input: torch.Tensor, group: Any) -> UnevenWork:
@@ -93,6 +101,8 @@ def all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_reduce_(
         tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
+        if reduces(tensor, op) and (shared := shared_memory(group)) is not None:
+            return _issued(shared.all_reduce(tensor, op, _async(async_op)), async_op)
         if _on_gloo(group) and sums_here(tensor, op) and dist.get_world_size(group) <= MAX_GATHERED:
             return _issued(_repeat_and_sum(tensor, group), async_op)
         return _issued(original(tensor, op, group, _async(async_op)), async_op)
@@ -108,6 +118,9 @@ def all_gather_into_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
+        if moves(input_tensor) and (shared := shared_memory(group)) is not None:
+            work = shared.all_gather([output_tensor], input_tensor, _async(async_op))
+            return _issued(work, async_op)
         if _on_gloo(group):
             output_tensor, input_tensor = _flat(output_tensor), _flat(input_tensor)
         return _issued(original(output_tensor, input_tensor, group, _async(async_op)), async_op)
@@ -124,6 +137,9 @@ def reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
+        if reduces(input, op) and (shared := shared_memory(group)) is not None:
+            work = shared.reduce_scatter(output, [input], op, _async(async_op))
+            return _issued(work, async_op)
         if _on_gloo(group):
             output, input = _flat(output), _flat(input)
             if sums_here(input, op):
@@ -141,6 +157,8 @@ def all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
+        if moves(tensor) and (shared := shared_memory(group)) is not None:
+            return _issued(shared.all_gather(tensor_list, tensor, _async(async_op)), async_op)
         sizes = [t.numel() for t in tensor_list]
         if len(set(sizes)) <= 1 or not _on_gloo(group):
             return _issued(original(tensor_list, tensor, group, _async(async_op)), async_op)
@@ -166,6 +184,9 @@ def reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
+        if reduces(output, op) and (shared := shared_memory(group)) is not None:
+            work = shared.reduce_scatter(output, input_list, op, _async(async_op))
+            return _issued(work, async_op)
         if len({t.numel() for t in input_list}) <= 1 or not _on_gloo(group):
             return _issued(original(output, input_list, op, group, _async(async_op)), async_op)
         whole = torch.cat([t.reshape(-1) for t in input_list])
@@ -178,6 +199,36 @@ def reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         return _issued(UnevenWork(dist.all_reduce(whole, op, group, True), take), async_op)
 
     return scatter_uneven
+
+
+def broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def broadcast_(
+        tensor: torch.Tensor,
+        src: int | None = None,
+        group: Any = None,
+        async_op: bool = False,
+        group_src: int | None = None,
+    ) -> Any:
+        one_source = (src is None) != (group_src is None)
+        if one_source and moves(tensor) and (shared := shared_memory(group)) is not None:
+            root = group_src if src is None else _rank_in(group, src)
+            return _issued(shared.broadcast(tensor, root, _async(async_op)), async_op)
+        return _issued(original(tensor, src, group, _async(async_op), group_src), async_op)
+
+    return broadcast_
+
+
+def barrier(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def barrier_(
+        group: Any = None, async_op: bool = False, device_ids: Any = None, timeout: Any = None
+    ) -> Any:
+        if timeout is None and (shared := shared_memory(group)) is not None:
+            return shared.barrier(async_op)
+        return original(group, async_op, device_ids, timeout)
+
+    return barrier_
 
 
 def isend(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,7 +285,13 @@ def _host_backend(backend: Any) -> Any:
 
 
 def _on_gloo(group: Any) -> bool:
-    return dist.get_backend(group) == "gloo"
+    """No for what stands for a group that this rank is not in, too."""
+    return group is not dist.GroupMember.NON_GROUP_MEMBER and dist.get_backend(group) == "gloo"
+
+
+def _rank_in(group: Any, rank: int) -> int:
+    """Of a rank of the whole world."""
+    return rank if group is None else dist.get_group_rank(group, rank)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

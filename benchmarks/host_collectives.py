@@ -1,0 +1,159 @@
+"""Collectives of two ranks on this host: shared memory (`host_shared_memory_collectives`) beside gloo.
+
+Each rank has one thread. A case is called `CALLS` times between two barriers, on one side after the other,
+round after round; rank 0's time of one call counts, and the median over the rounds. Both sides give the
+same bits, which is checked first. The size is that of the larger tensor of one rank: the input of a
+reduce-scatter, the output of an all-gather. 384 KiB is one layer's activations in the demo.
+
+Limit: a copy of that many bytes within one rank. Not compared: more ranks than two, which share these
+cores with the gloo threads of both.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from accel.device.cpu import shared_memory
+from accel.testing import bench
+
+NAME = "host_collectives"
+RANKS, CALLS = 2, 20
+SIZES_KIB = (8, 384, 8192)
+GLOO, COPY = "gloo", "copy"
+
+Sides = dict[str, Callable[[], object]]
+
+
+def cases(channel: shared_memory.Channel) -> Iterator[tuple[str, Sides, list[torch.Tensor]]]:
+    """Name, sides, and what each side writes."""
+    for kib in SIZES_KIB:
+        for dtype in (torch.bfloat16, torch.float32):
+            whole = torch.randn(kib * 1024 // dtype.itemsize).to(dtype)
+            shard = whole.chunk(RANKS)[dist.get_rank()].clone()
+            part, gathered, reduced = (
+                torch.empty_like(shard),
+                torch.empty_like(whole),
+                whole.clone(),
+            )
+            total = dist.ReduceOp.SUM
+            size = f"{kib} KiB {str(dtype).removeprefix('torch.')}"
+            yield (
+                f"reduce-scatter {size}",
+                {
+                    bench.OURS: lambda: channel.reduce_scatter(part, [whole], total, False),
+                    GLOO: lambda: dist.reduce_scatter_tensor(part, whole),
+                },
+                [part],
+            )
+            yield (
+                f"all-gather {size}",
+                {
+                    bench.OURS: lambda: channel.all_gather([gathered], shard, False),
+                    GLOO: lambda: dist.all_gather_into_tensor(gathered, shard),
+                },
+                [gathered],
+            )
+            yield (
+                f"all-reduce {size}",
+                {
+                    bench.OURS: lambda: channel.all_reduce(reduced.copy_(whole), total, False),
+                    GLOO: lambda: dist.all_reduce(reduced.copy_(whole)),
+                },
+                [reduced],
+            )
+    nothing: list[torch.Tensor] = []
+    yield (
+        "barrier",
+        {bench.OURS: lambda: channel.barrier(False), GLOO: dist.barrier},
+        nothing,
+    )
+
+
+def check(name: str, sides: Sides, written: list[torch.Tensor]) -> None:
+    results = []
+    for call in sides.values():
+        call()
+        results.append([t.clone() for t in written])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs), f"{name}: the sides differ"
+
+
+def seconds_per_call(sides: Sides, num_rounds: int) -> dict[str, float]:
+    found: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(num_rounds):
+        for side, call in sides.items():
+            dist.barrier()
+            call()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            found[side].append((time.perf_counter() - start) / CALLS)
+    return {side: statistics.median(values) for side, values in found.items()}
+
+
+def rank_main(quick: bool) -> None:
+    """Prints the rows, on rank 0, as one line of JSON."""
+    dist.init_process_group("gloo")
+    channel = shared_memory.channel()
+    assert channel is not None, "no shared memory: the log says why"
+    num_rounds, rows = 3 if quick else 15, []
+    for name, sides, written in cases(channel):
+        check(name, sides, written)
+        if written:
+            source = torch.empty(max(t.nbytes for t in written), dtype=torch.uint8)
+            target = torch.empty_like(source)
+            sides = {**sides, COPY: lambda: target.copy_(source)}
+        seconds = seconds_per_call(sides, num_rounds)
+        rows.append(
+            {
+                "case": name,
+                "metric": "time",
+                "unit": "ms",
+                "better": "lower",
+                "ours": 1e3 * seconds[bench.OURS],
+                "peers": {GLOO: 1e3 * seconds[GLOO]},
+                "limit": 1e3 * seconds[COPY] if written else None,
+                "target": None,
+                "method": f"median of {num_rounds} interleaved rounds of {CALLS} calls, {RANKS} ranks "
+                "of one thread; limit: a copy of the result's bytes",
+            }
+        )
+    if dist.get_rank() == 0:
+        print(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=f"python -m accel bench {NAME}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="few rounds, to try it")
+    args = parser.parse_args(argv)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        rank_main(args.quick)
+        return 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(RANKS), "-m", f"benchmarks.{NAME}"]
+    done = subprocess.run(
+        command + ["--quick"] * args.quick,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=bench.CHECKOUT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        rows = json.loads(done.stdout.splitlines()[-1])
+        bench.print_report(NAME, rows, as_json=args.json)
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
