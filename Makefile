@@ -1,4 +1,5 @@
-# make demo | make test | make check | make bench | make docs | make asan      each does all its own set-up through make setup
+# make demo | make test | make check | make bench | make docs | make asan | make test-megatron
+# Each does all its own set-up through make setup.
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -8,7 +9,7 @@ BENCHMARKS := $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[!_]*.py))
 RESULTS = benchmarks/results/$(shell $(PY) -c "from accel.testing.bench import machine_name; print(machine_name())")
 NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/include/accel/*.h) setup.py
 
-.PHONY: setup demo test check format bench docs asan clean
+.PHONY: setup demo test check format bench docs asan test-megatron clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.native $(VENV)/.megatron $(VENV)/.data
@@ -76,6 +77,13 @@ asan: setup
 	    ASAN_OPTIONS=detect_leaks=0 \
 	    OMP_NUM_THREADS=2 $(PY) -m pytest tests/ops -p no:cacheprovider --numprocesses auto \
 	    -k "not compiles_as_one_graph" $(PYTEST_ARGS)
+
+# Megatron-LM's own unit tests with accel on top; MEGATRON is a clone at a supported version. An hour or two;
+# interrupted, it goes on where it stopped.
+test-megatron: setup
+	@test -n "$(MEGATRON)" || { echo "make test-megatron: give MEGATRON=<a clone of Megatron-LM>"; exit 2; }
+	$(PY) -W ignore -m accel.testing.megatron_tests $(MEGATRON) --results .cache/megatron-tests \
+	    --report docs/megatron-tests.md
 
 clean:
 	rm -rf build accel.egg-info accel/_C*.so .pytest_cache .mypy_cache .ruff_cache

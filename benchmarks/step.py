@@ -2,9 +2,10 @@
 
 Both sides run examples/pretrain_gpt.py at the same time and take turns every few steps
 (`accel.testing.turns`); the ratio is the median over pairs of neighbouring turns. Stock is preset off
-(what lets Megatron run here at all), with `--no-gradient-accumulation-fusion`, which Megatron demands
-without Apex, and, where it shards sequences, `--accel-norm`, without which it refuses. Both sides have
-the allocator of glibc as it is.
+(what lets Megatron run here at all), with `--transformer-impl local` and
+`--no-gradient-accumulation-fusion`, which Megatron demands without Transformer Engine and Apex, and,
+where it shards sequences, `--accel-norm`, without which it refuses. Both sides have the allocator of
+glibc as it is.
 
 Limit: the tokens per second if the step were nothing but its matrix products, which the profile of one
 more turn gives, together with the share of attention and the rest. Not compared: the data (mock,
@@ -30,6 +31,10 @@ from measure import Run, parse
 from training import REPOSITORY, launch, launch_both, turn_flags
 
 OURS, STOCK = "accel", "stock"
+STOCK_FLAGS = (
+    *("--accel-preset", "off"),
+    *("--transformer-impl", "local", "--no-gradient-accumulation-fusion"),
+)
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,7 @@ KINDS = {
 def train(shape: Shape, folder: Path) -> dict[str, Run]:
     """Both sides, in turns; side -> what it logged, with the seconds of its steps."""
     extra = {
-        STOCK: ["--accel-preset", "off", "--no-gradient-accumulation-fusion", *shape.stock_flags],
+        STOCK: [*STOCK_FLAGS, *shape.stock_flags],
         OURS: [],
     }
 

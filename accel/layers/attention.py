@@ -1,8 +1,9 @@
 """`DotProductAttention`, with Transformer Engine's masks, layouts and packed sequences.
 
-Causal, full, sliding-window and packed attention are `accel.ops.attention`, which stores no tensor of
-queries x keys. A mask tensor is compared with the causal one, once for each tensor; one that is neither
-causal nor empty, and a bias, take the plain path, which does store them, and one line says so.
+Causal, full, sliding-window and packed attention are `accel.ops.attention` where `attention` says so,
+which stores no tensor of queries x keys. A mask tensor is compared with the causal one, once for each
+tensor; one that is neither causal nor empty, and a bias, take the plain path, which does store them, and
+one line says so.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from accel.ops._dispatch import log_fallback
 
 __all__ = ["DotProductAttention", "draw_seed", "mask_kind", "packed_starts"]
 
-attention = attention_ref
+attention: Callable[..., tuple[Tensor, Tensor]] | None = None
+"""`accel.ops.attention`, where a feature puts it; without it the plain path below computes."""
 
 MASK_TYPES = (
     "no_mask",
@@ -227,10 +229,11 @@ class DotProductAttention(ExtraState):
         served, reason = _as_options(kind, window, attention_mask, q.shape[0], k.shape[0])
         if bias is not None:
             reason = "an attention bias"
-        if reason is None:
+        if attention is not None and reason is None:
             out = self._fused(q, k, v, served)
         else:
-            log_fallback("attention", reason)
+            if attention is not None and reason is not None:
+                log_fallback("attention", reason)
             hidden = _hidden(kind, window, attention_mask, q, k)
             out = self._plain(q, k, v, hidden, bias)
         return out.transpose(0, 1) if layout == "bshd" else out
@@ -240,7 +243,8 @@ class DotProductAttention(ExtraState):
         if self.training and self.attention_dropout > 0:
             with self._random_stream():
                 dropout = {"dropout": self.attention_dropout, "seed": draw_seed(q.device)}
-        out, _ = attention(q, k, v, softmax_scale=self.softmax_scale, **how, **dropout)
+        compute = attention_ref if attention is None else attention
+        out, _ = compute(q, k, v, softmax_scale=self.softmax_scale, **how, **dropout)
         return out.flatten(-2)
 
     def _plain(

@@ -1,14 +1,17 @@
 """Runs Megatron-LM's unit tests on the CPU with accel on top, and writes what became of each.
 
-    python -m accel.testing.megatron_tests CHECKOUT [--only SUBSTRING] [--report docs/megatron-tests.md]
+    python -m accel.testing.megatron_tests CHECKOUT [--only SUBSTRING] [--results FOLDER]
 
 CHECKOUT is a clone of Megatron-LM at a supported version; its own `megatron` is what is tested. Each test
 file runs on 8 gloo ranks, forked from one process that has imported torch and Megatron already, and has
 `--file-seconds`; a test has `--test-seconds`. A test counts as failed if it fails on any rank, as skipped if
 no rank ran it, as passed if it passed wherever it ran; what a killed file left unfinished counts as failed.
 
-`tests/megatron_expected.toml` names the failures that are known, with the reason of each; a failure that is not there, or
-one that is and passes, is an error.
+With `--results`, what became of each file is kept there, and a file that is kept is not run again: so a
+long run can be resumed, and the report (`--report`) is written from all of them.
+
+`tests/megatron_expected.toml` names the failures that are known, with the reason of each; the exit status
+is 1 if a test fails that is not there, or one that is there passes.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import fnmatch
 import importlib
 import json
 import os
@@ -25,7 +29,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from accel.testing.megatron_plugin import RESULTS
@@ -43,14 +47,19 @@ FOLDERS = (
     "optimizer",
 )
 WORLD_SIZE = 8
+OUTCOMES = ("passed", "failed", "skipped")
 
 
 @dataclass
 class FileResult:
+    """What became of the tests of one file."""
+
     name: str
     seconds: float
     outcomes: dict[str, str] = field(default_factory=dict)
+    """Test -> `passed`, `failed` or `skipped`."""
     reasons: dict[str, str] = field(default_factory=dict)
+    """Test that did not pass -> why."""
     ended: str = ""
     """Why it did not end by itself, if so."""
 
@@ -74,7 +83,9 @@ def run_file(checkout: Path, file: Path, results: Path, limits: argparse.Namespa
     name = str(file.relative_to(checkout / "tests" / "unit_tests"))
     port = _free_port()
     start = time.monotonic()
-    children = [_fork_rank(rank, port, checkout, file, results, limits) for rank in range(WORLD_SIZE)]
+    children = [
+        _fork_rank(rank, port, checkout, file, results, limits) for rank in range(WORLD_SIZE)
+    ]
     waiting = set(children)
     ended = ""
     while waiting:
@@ -126,7 +137,14 @@ def _fork_rank(
             [
                 str(file),
                 f"--timeout={limits.test_seconds}",
-                *("-p", "accel.testing.megatron_plugin", "-p", "no:cacheprovider", "-q", "--tb=short"),
+                *(
+                    "-p",
+                    "accel.testing.megatron_plugin",
+                    "-p",
+                    "no:cacheprovider",
+                    "-q",
+                    "--tb=short",
+                ),
             ],
         )
     finally:
@@ -174,8 +192,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make test-megatron")
     parser.add_argument("checkout", type=Path, help="a clone of Megatron-LM at a supported version")
     parser.add_argument("--only", default="", help="files whose path contains this")
-    parser.add_argument("--report", type=Path, help="write the table there, in Markdown")
-    parser.add_argument("--json", type=Path, help="write every outcome there")
+    parser.add_argument("--results", type=Path, help="keep what became of each file in this folder")
+    parser.add_argument("--report", type=Path, help="write the tables there, in Markdown")
     parser.add_argument("--keep", action="store_true", help="keep what the ranks printed, in /tmp")
     parser.add_argument("--file-seconds", type=int, default=300)
     parser.add_argument("--test-seconds", type=int, default=60)
@@ -188,17 +206,83 @@ def main() -> int:
     found = []
     with tempfile.TemporaryDirectory(delete=not args.keep) as folder:
         for i, file in enumerate(files):
-            result = run_file(checkout, file, Path(folder) / f"file{i}", args)
+            name = str(file.relative_to(checkout / "tests" / "unit_tests")).replace("/", ".")
+            kept = args.results and args.results / f"{name}.json"
+            if kept and kept.exists():
+                result = FileResult(**json.loads(kept.read_text()))
+            else:
+                result = run_file(checkout, file, Path(folder) / f"file{i}", args)
+                if kept:
+                    args.results.mkdir(parents=True, exist_ok=True)
+                    kept.write_text(json.dumps(asdict(result), indent=1))
             found.append(result)
-            print(
-                f"{result.name:70} passed {result.count('passed'):4} failed {result.count('failed'):4} "
-                f"skipped {result.count('skipped'):4} {result.seconds:5.0f} s {result.ended}",
-                flush=True,
-            )
-    if args.json:
-        rows = {r.name: {"outcomes": r.outcomes, "reasons": r.reasons} for r in found}
-        args.json.write_text(json.dumps(rows, indent=1))
-    return 0
+            counts = " ".join(f"{outcome} {result.count(outcome):4}" for outcome in OUTCOMES)
+            print(f"{result.name:70} {counts} {result.seconds:5.0f} s {result.ended}", flush=True)
+    known = tomllib.loads(EXPECTED.read_text())["failure"]
+    if args.report:
+        args.report.write_text(report(found, known))
+    wrong = unexpected(found, known)
+    for line in wrong:
+        print(line)
+    return 1 if wrong else 0
+
+
+def expected_reason(file: str, test: str, known: list[dict]) -> str | None:
+    """Why this test is known to fail; None if it is not."""
+    name = f"{file}::{test}"
+    matching = (e["reason"] for e in known if any(fnmatch.fnmatchcase(name, p) for p in e["tests"]))
+    return next(matching, None)
+
+
+def unexpected(found: list[FileResult], known: list[dict]) -> list[str]:
+    """A line for each test that failed without being known to, or passed although it was."""
+    lines = []
+    for result in found:
+        for test, outcome in result.outcomes.items():
+            reason = expected_reason(result.name, test, known)
+            if outcome == "failed" and reason is None:
+                lines.append(f"failed: {result.name}::{test}: {result.reasons[test]}")
+            elif outcome == "passed" and reason is not None:
+                lines.append(f"passed, but is listed ({reason}): {result.name}::{test}")
+    return lines
+
+
+def report(found: list[FileResult], known: list[dict]) -> str:
+    """The page `docs/megatron-tests.md`."""
+    version = importlib.import_module("megatron.core").__version__.partition("+")[0]
+    totals = {outcome: sum(r.count(outcome) for r in found) for outcome in OUTCOMES}
+    ran = totals["passed"] + totals["failed"]
+    causes = collections.Counter(
+        expected_reason(r.name, test, known) or "not listed"
+        for r in found
+        for test, outcome in r.outcomes.items()
+        if outcome == "failed"
+    )
+    lines = [
+        "<!-- Written by `make test-megatron MEGATRON=<checkout>`. -->",
+        "",
+        "# Megatron-LM's own unit tests",
+        "",
+        f"Megatron-LM {version}, {WORLD_SIZE} gloo ranks on the CPU, "
+        "accel on top (preset fast), without Transformer Engine and Apex.",
+        "",
+        f"**{totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped** in "
+        f"{len(found)} files: {totals['passed'] / max(1, ran):.1%} of the tests that ran.",
+        "",
+        "| why they fail | tests |",
+        "|---|---|",
+        *(f"| {reason} | {count} |" for reason, count in causes.most_common()),
+        "",
+        "| file | passed | failed | skipped | first reason |",
+        "|---|---|---|---|---|",
+    ]
+    for r in found:
+        failed = [r.reasons[test] for test, outcome in r.outcomes.items() if outcome == "failed"]
+        first = failed[0].replace("|", "\\|")[:100] if failed else ""
+        lines.append(
+            f"| {r.name} | {r.count('passed')} | {r.count('failed')} | {r.count('skipped')} | {first} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def _import_once() -> None:

@@ -51,7 +51,7 @@ SIDES = {
         "stock",
         (
             *("--accel-preset", "off", "--accel-norm", "--accel-host-bf16-gemm"),
-            "--no-gradient-accumulation-fusion",
+            *("--transformer-impl", "local", "--no-gradient-accumulation-fusion"),
         ),
         "stock Megatron-LM on accel's device runtime: only what makes it run here at all",
     ),

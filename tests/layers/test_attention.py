@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from accel import ops
+from accel.layers import attention as layers
 from accel.layers.attention import HIDDEN, DotProductAttention
 from accel.testing.tolerance import assert_close_to_baseline
 
@@ -65,8 +67,10 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "op"])
 @pytest.mark.parametrize("case", CASES)
-def test_masks(case: str) -> None:
+def test_masks(case: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "attention", ops.attention if kernel else None)
     options, mask, hidden = CASES[case]
     tensors = [t.requires_grad_() for t in qkv()]
     out = layer(**options)(*tensors, mask)

@@ -14,6 +14,7 @@ from accel.patches import command_line
 from accel.patches.local_spec import without_te
 from accel.patches.optimizer_cpu_offload import offload_nothing
 from accel.patches.rope_fusion import without_the_flag
+from accel.patches.te_layers import refuse_fp8
 
 WITHOUT_TE = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is not None,
@@ -27,10 +28,30 @@ def context(device: str = "cpu", **args: Any) -> Context:
 
 @WITHOUT_TE
 def test_te_spec_becomes_local_and_says_so_in_one_line() -> None:
-    asked = context(transformer_impl="transformer_engine", apply_rope_fusion=True)
+    asked = context(
+        transformer_impl="transformer_engine", apply_rope_fusion=True, accel_te_layers=False
+    )
     (note,) = without_te(asked)
     assert (asked.args.transformer_impl, asked.args.apply_rope_fusion) == ("local", True)
     assert "--transformer-impl local is used instead" in note
+
+
+@WITHOUT_TE
+def test_te_spec_stays_where_our_layers_serve_it() -> None:
+    for wish in ({}, {"accel_te_layers": None}, {"accel_te_layers": True}):
+        asked = context(transformer_impl="transformer_engine", **wish)
+        assert without_te(asked) == []
+        assert asked.args.transformer_impl == "transformer_engine"
+
+
+@WITHOUT_TE
+@pytest.mark.parametrize("option", ["fp8", "fp4"])
+def test_fp8_is_refused_in_one_line_before_anything_is_built(option: str) -> None:
+    asked = context(transformer_impl="transformer_engine", **{option: "hybrid"})
+    with pytest.raises(ValueError, match=f"--{option}-format hybrid: FP8 and FP4 need Transformer"):
+        refuse_fp8(asked)
+    asked.args.transformer_impl = "local"
+    assert refuse_fp8(asked) == []
 
 
 @WITHOUT_TE
@@ -129,7 +150,10 @@ def test_a_feature_turned_off_by_name_changes_no_argument(monkeypatch: pytest.Mo
     try:
         for wish, impl in ((False, "transformer_engine"), (None, "local")):
             args = argparse.Namespace(
-                rank=1, transformer_impl="transformer_engine", accel_local_spec=wish
+                rank=1,
+                transformer_impl="transformer_engine",
+                accel_te_layers=False,
+                accel_local_spec=wish,
             )
             assert validate(args, {}).transformer_impl == impl
     finally:
