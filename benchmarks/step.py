@@ -14,6 +14,7 @@ the same on both sides), other numbers of threads.
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -199,7 +200,8 @@ def rows(shape: Shape) -> list[dict]:
 
     peak = {side: sum(run.peak_bytes.values()) / 2**20 for side, run in runs.items()}
     pairs = zip(runs[OURS].intervals, runs[STOCK].intervals, strict=True)
-    difference = max(abs(a.loss - b.loss) for a, b in pairs)
+    differences = [abs(a.loss - b.loss) for a, b in pairs]
+    difference = math.nan if any(map(math.isnan, differences)) else max(differences)
     tokens_per_second = {OURS: shape.tokens / ours, STOCK: shape.tokens / stock}
     target = shape.min_speedup and shape.min_speedup * tokens_per_second[STOCK]
     bound = shape.tokens / kinds[OURS]["matrix products"]
