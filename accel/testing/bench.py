@@ -152,7 +152,7 @@ def _limit_sides(case: Case) -> dict[str, Callable[[], object]]:
     return copies
 
 
-CASE_SECONDS, MIN_ROUNDS = 20, 5
+CASE_SECONDS, MIN_ROUNDS = 15, 5
 """Calls of a second and more are timed in fewer rounds: no new one after so long, but so many."""
 
 
