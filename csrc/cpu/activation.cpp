@@ -2,7 +2,6 @@
 
 #ifndef ACCEL_ISA  // the first time through this file
 #include <cmath>
-#include <cstdlib>
 #include <limits>
 #include <optional>
 #include <string_view>
@@ -328,9 +327,8 @@ struct Call {
 
   // Whether to write past the caches: needs lines of their own for every row and half.
   bool should_stream(const Tensor& output) const {
-    const int64_t min_bytes = getenv("STREAM_MIN") ? atoll(getenv("STREAM_MIN")) : 16 << 20;
-    constexpr int64_t kLine = 64;
-    return static_cast<int64_t>(output.nbytes()) >= min_bytes &&
+    constexpr int64_t kMinBytes = 16 << 20, kLine = 64;
+    return static_cast<int64_t>(output.nbytes()) >= kMinBytes &&
         num_cols * static_cast<int64_t>(output.element_size()) % kLine == 0 &&
         reinterpret_cast<uintptr_t>(output.const_data_ptr()) % kLine == 0;
   }
