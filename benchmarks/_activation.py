@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from accel.ops.activation import GATED, activation_ref
-from accel.testing.bench import OURS, Case
+from accel.testing.bench import OURS, Case, input_sets
 from accel.testing.tolerance import assert_close_to_baseline
 
 EAGER = "torch eager"
@@ -62,7 +62,8 @@ def activation_cases(
             num_bytes=(halves + 1) * dy.nbytes,
             copy_bytes=dy.nbytes,
             check=partial(_check, sides, leaf, dy),
-            sides={side: partial(f, x) for side, f in sides.items()},
+            sides=sides,
+            input_sets=input_sets(x),
             min_of_limit=shares[0],
             min_over_best=over_best,
         )
@@ -71,7 +72,8 @@ def activation_cases(
             num_bytes=(3 * halves + 2) * dy.nbytes,
             copy_bytes=dy.nbytes,
             check=lambda: None,  # the same sides as above
-            sides={side: partial(_forward_backward, f, leaf, dy) for side, f in sides.items()},
+            sides={side: partial(_forward_backward, f) for side, f in sides.items()},
+            input_sets=input_sets(leaf, dy),
             min_of_limit=shares[1],
             min_over_best=over_best,
         )

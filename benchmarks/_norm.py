@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from accel.testing.bench import OURS, Case
+from accel.testing.bench import OURS, Case, input_sets
 from accel.testing.tolerance import assert_close_to_baseline
 
 EAGER = "torch eager"
@@ -69,7 +70,8 @@ def norm_cases(
             num_bytes=2 * nbytes,
             copy_bytes=nbytes,
             check=check,
-            sides={side: _forward(norm, x, vectors) for side, norm in norms.items()},
+            sides=norms,
+            input_sets=input_sets(x, *vectors),
             min_of_limit=aims.of_limit[0],
             min_over_best=aims.over_best[0],
         )
@@ -78,19 +80,17 @@ def norm_cases(
             num_bytes=5 * nbytes,
             copy_bytes=nbytes,
             check=lambda: None,  # the same sides as above
-            sides={side: _forward_backward(norm, leaves, dy) for side, norm in norms.items()},
+            sides={side: partial(_forward_backward, norm) for side, norm in norms.items()},
+            input_sets=input_sets(*leaves, dy),
             min_speedups=aims.speedups,
             min_of_limit=aims.of_limit[1],
             min_over_best=aims.over_best[1],
         )
 
 
-def _forward(norm: Norm, x: Tensor, vectors: list[Tensor]) -> Callable[[], Tensor]:
-    return lambda: norm(x, *vectors)
-
-
-def _forward_backward(norm: Norm, leaves: list[Tensor], dy: Tensor) -> Callable[[], object]:
-    return lambda: torch.autograd.grad(norm(*leaves), leaves, dy)
+def _forward_backward(norm: Norm, *leaves_and_dy: Tensor) -> object:
+    *leaves, dy = leaves_and_dy
+    return torch.autograd.grad(norm(*leaves), leaves, dy)
 
 
 def _check(norms: dict[str, Norm], leaves: list[Tensor], dy: Tensor) -> None:

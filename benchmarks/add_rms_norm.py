@@ -8,13 +8,14 @@ bias (a vector).
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from accel.ops import add_rms_norm, add_rms_norm_ref, rms_norm
 from accel.testing import bench
-from accel.testing.bench import OURS, Case
+from accel.testing.bench import OURS, Case, input_sets
 from accel.testing.tolerance import assert_close_to_baseline
 from benchmarks._norm import COMPILE, EAGER, PEER_ROUNDINGS, QUICK_SHAPES, SHAPES
 
@@ -53,23 +54,22 @@ def cases(quick: bool) -> Iterator[Case]:
             num_bytes=4 * x.nbytes,
             copy_bytes=x.nbytes,
             check=check,
-            sides={side: _forward(op, inputs) for side, op in sides.items()},
+            sides=sides,
+            input_sets=input_sets(*inputs),
         )
         yield Case(
             name=f"forward+backward {label}",
             num_bytes=8 * x.nbytes,
             copy_bytes=x.nbytes,
             check=lambda: None,  # the same sides as above
-            sides={side: _forward_backward(op, leaves, dys) for side, op in sides.items()},
+            sides={side: partial(_forward_backward, op) for side, op in sides.items()},
+            input_sets=input_sets(*leaves, *dys),
         )
 
 
-def _forward(op: AddNorm, inputs: list[Tensor]) -> Callable[[], object]:
-    return lambda: op(*inputs)
-
-
-def _forward_backward(op: AddNorm, leaves: list[Tensor], dys: list[Tensor]) -> Callable[[], object]:
-    return lambda: torch.autograd.grad(op(*leaves), leaves, dys)
+def _forward_backward(op: AddNorm, *leaves_and_dys: Tensor) -> object:
+    *leaves, dy, dtotal = leaves_and_dys
+    return torch.autograd.grad(op(*leaves), leaves, [dy, dtotal])
 
 
 def _check(sides: dict[str, AddNorm], leaves: list[Tensor], dys: list[Tensor]) -> None:

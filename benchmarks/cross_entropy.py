@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accel.ops import cross_entropy
 from accel.testing import bench
-from accel.testing.bench import OURS, Case
+from accel.testing.bench import OURS, Case, input_sets
 from accel.testing.tolerance import assert_close_to_baseline
 
 EAGER = "torch eager"
@@ -57,11 +57,8 @@ def cases(quick: bool) -> Iterator[Case]:
         label = f"{shape[0]}x{shape[1]} {str(dtype).removeprefix('torch.')}"
         is_target = (shape, dtype) == SHAPES[0]
 
-        def sides(ours, losses=losses, logits=logits, target=target, dloss=dloss):
-            calls = {**losses, OURS: ours}
-            return {
-                n: partial(gradient, f, logits.clone(), target, dloss) for n, f in calls.items()
-            }
+        def sides(ours, losses=losses):
+            return {side: partial(gradient, f) for side, f in {**losses, OURS: ours}.items()}
 
         yield Case(
             name=f"forward+backward {label}",
@@ -69,6 +66,7 @@ def cases(quick: bool) -> Iterator[Case]:
             copy_bytes=logits.nbytes,
             check=partial(_check, losses, logits, target, dloss),
             sides=sides(partial(cross_entropy, inplace=True)),
+            input_sets=input_sets(logits.clone(), target, dloss),
             min_over_best=4.0 if is_target else None,
             min_of_limit=0.6 if is_target else None,
         )
@@ -78,6 +76,7 @@ def cases(quick: bool) -> Iterator[Case]:
             copy_bytes=logits.nbytes,
             check=lambda: None,  # checked above
             sides=sides(cross_entropy),
+            input_sets=input_sets(logits, target, dloss),
         )
 
 

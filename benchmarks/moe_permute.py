@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accel.ops import moe_permute, moe_row_map, moe_unpermute
 from accel.testing import bench
-from accel.testing.bench import OURS, Case
+from accel.testing.bench import OURS, Case, input_sets
 
 EAGER, COMPILE = "torch eager", "torch.compile"
 
@@ -120,10 +120,8 @@ def _cases(
         num_bytes=num_bytes,
         copy_bytes=data.y.nbytes,
         check=check_permute,
-        sides={
-            side: lambda f=permute: f(data.x, data.probs, data.routing_map)
-            for side, permute in permutes.items()
-        },
+        sides=permutes,
+        input_sets=input_sets(data.x, data.probs, data.routing_map),
         **goals,
     )
     yield Case(
@@ -132,9 +130,10 @@ def _cases(
         copy_bytes=data.y.nbytes,
         check=check_unpermute,
         sides={
-            side: lambda f=unpermute, s=side: f(data.y, data.map_for(s), len(data.x))
+            side: lambda y, f=unpermute, s=side: f(y, data.map_for(s), len(data.x))
             for side, unpermute in unpermutes.items()
         },
+        input_sets=input_sets(data.y),
         **goals,
     )
 

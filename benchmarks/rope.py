@@ -8,6 +8,7 @@ fp16 (the same traffic as bf16), packed sequences (the same kernel, another tabl
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from accel.ops import rope, rope_ref
 from accel.ops.rope import Layout
 from accel.testing import bench
-from accel.testing.bench import OURS, Case
+from accel.testing.bench import OURS, Case, input_sets
 from accel.testing.tolerance import assert_close_to_baseline
 from benchmarks._norm import COMPILE, EAGER
 
@@ -53,7 +54,8 @@ def cases(quick: bool) -> Iterator[Case]:
             num_bytes=2 * q.nbytes,
             copy_bytes=q.nbytes,
             check=check,
-            sides={side: _forward(rotate, q) for side, rotate in sides.items()},
+            sides=sides,
+            input_sets=input_sets(q),
             min_over_best=1.5 if target else None,
             min_of_limit=0.75 if target else None,
         )
@@ -62,7 +64,8 @@ def cases(quick: bool) -> Iterator[Case]:
             num_bytes=4 * q.nbytes,
             copy_bytes=q.nbytes,
             check=lambda: None,  # the same sides as above
-            sides={side: _forward_backward(rotate, q, dy) for side, rotate in sides.items()},
+            sides={side: partial(_forward_backward, rotate) for side, rotate in sides.items()},
+            input_sets=input_sets(q.clone().requires_grad_(), dy),
         )
 
 
@@ -74,13 +77,8 @@ def angles(seq: int, width: int, layout: Layout) -> Tensor:
     return freqs[:, None, None]
 
 
-def _forward(rotate: Rotate, q: Tensor) -> Callable[[], Tensor]:
-    return lambda: rotate(q)
-
-
-def _forward_backward(rotate: Rotate, q: Tensor, dy: Tensor) -> Callable[[], object]:
-    leaf = q.clone().requires_grad_()
-    return lambda: torch.autograd.grad(rotate(leaf), leaf, dy)
+def _forward_backward(rotate: Rotate, leaf: Tensor, dy: Tensor) -> object:
+    return torch.autograd.grad(rotate(leaf), leaf, dy)
 
 
 def _check(sides: dict[str, Rotate], q: Tensor, dy: Tensor) -> None:

@@ -78,8 +78,8 @@ def benchmarks_page() -> str:
         "`make bench` on the machines below; the raw results are in `benchmarks/results`. Sides are "
         "interleaved in one process on one allocator, with random data; figures are medians. In "
         "brackets: how many times faster we are than that peer, and which share of the limit we "
-        "reach. The limit is the fastest copy of the same bytes, or torch's own matrix product for "
-        "work that is bound by arithmetic.",
+        "reach. The limit is the fastest copy, from memory where inputs are larger than a cache, or torch's "
+        "own matrix product for work that is bound by arithmetic.",
     ]
     for report in reports():
         parts += [f"## {report['name']}", about(report), measurements(report)]

@@ -14,7 +14,8 @@ Letters     T  rows, the product of all dimensions of x but the last;   F  colum
 Gradients   dx, dbias = sum of dx over rows, dp = sum over columns of dy y / p. The gradient of a
             clamped value is 0; at the clamp value itself it is passed on, as torch does.
 Dtypes      x, y, dy, dx, bias, dbias: float32, bfloat16 or float16, all the same. p and dp: that or
-            float32. All arithmetic and every sum is fp32; rounded once, on the way out.
+            float32. All arithmetic and every sum is fp32; rounded once, on the way out. For results
+            of 16 bits e^v may be 2^-18 off.
 Saved       x, bias and p, as they are; neither y nor the sum of x and bias.
 Moved       gated: forward 3 T F elements, backward 5 T F; others: 2 T F and 3 T F.
 In place    With `inplace_grad` dx overwrites x, the saved output of the layer before: 2 T F elements

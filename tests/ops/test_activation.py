@@ -291,6 +291,18 @@ def test_sigmoid_of_every_bfloat16():
 
 
 @needs_native
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sigmoid_of_every_16_bit_number(dtype):
+    """The shorter exponential of these dtypes costs a fiftieth of their rounding at most."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    gate = every[every.isfinite() & (every > -88)].unsqueeze(1)  # below, e^-v overflows: see above
+    got = swiglu(torch.cat([gate, torch.ones_like(gate)], dim=1)).double()
+    exact = torch.nn.functional.silu(gate.double())
+    rounding = torch.finfo(dtype).eps / 2 * exact.abs().clamp_min(torch.finfo(dtype).tiny)
+    assert ((got - exact).abs() <= 1.02 * rounding).all()
+
+
+@needs_native
 def test_streaming_stores_change_no_bit():
     """Large results go past the caches; those of a part of the rows do not."""
     x = torch.randn(8192, 2 * 2048, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -45,6 +45,49 @@ def test_report(reused_pages, capsys):
     assert all(key in time["method"] for key in bench.MALLOC_REUSE)
 
 
+def test_small_inputs_stay_where_they_are():
+    small = torch.zeros(16)
+    assert bench.input_sets(small) == [(small,)]
+
+
+def test_large_inputs_are_rotated():
+    x = torch.ones(bench.CACHED_BYTES // 4, requires_grad=True)
+    sets = bench.input_sets(x, torch.zeros(1))
+    assert sets[0][0] is x
+    assert all(torch.equal(copy, x) and copy.requires_grad and copy.is_leaf for copy, _ in sets)
+    assert not any(vector.requires_grad for _, vector in sets)
+    assert len({copy.data_ptr() for copy, _ in sets}) == len(sets)
+    assert sum(t.nbytes for tensors in sets for t in tensors) >= bench.ROTATED_BYTES
+
+
+def test_rotation_takes_the_sets_in_turn_and_keeps_the_results_of_the_others():
+    alive: list[int] = []
+
+    class Result:
+        def __init__(self, number: int):
+            self.number = number
+            alive.append(number)
+
+        def __del__(self):
+            alive.remove(self.number)
+
+    call = bench._rotating(Result, [(0,), (1,), (2,)])
+    for _ in range(5):
+        call()
+    assert sorted(alive) == [0, 1]  # the fourth and fifth calls; the sixth writes elsewhere
+
+
+def test_the_copy_is_from_memory_where_the_inputs_are(reused_pages, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "ROTATED_BYTES", 1 << 20)
+    case = make_case(sides={bench.OURS: range}, input_sets=[(1,), (2,)])
+    bench.main("ranges", lambda quick: [case, make_case()], ["--json", "--quick"])
+    rotated, _, same, _ = (row["method"] for row in json.loads(capsys.readouterr().out)["rows"])
+    assert "calls going round 2 sets of inputs" in rotated
+    assert "copy of 1048576 bytes" in rotated
+    assert "on the same inputs" in same
+    assert "copy of 4096 bytes" in same
+
+
 def test_no_target_is_null(reused_pages, capsys):
     bench.main("sums", lambda quick: [make_case(min_speedups={})], ["--json", "--quick"])
     assert {row["target"] for row in json.loads(capsys.readouterr().out)["rows"]} == {None}

@@ -103,6 +103,17 @@ ACCEL_INLINE __m512i to_bf16_line(Vec low, Vec high) {
   }
   return upper_halves(round_number_to_bf16(low), round_number_to_bf16(high));
 }
+
+// Two vectors -> 32 words of bf16: those of `even` at 2 i, those of `odd` at 2 i + 1.
+ACCEL_INLINE __m512i to_bf16_pairs(Vec even, Vec odd) {
+  constexpr __mmask32 kOdd = 0xaaaaaaaau;
+  if (__builtin_expect(_mm512_cmp_ps_mask((__m512)even, (__m512)odd, _CMP_UNORD_Q) != 0, 0)) {
+    return _mm512_mask_blend_epi16(
+        kOdd, _mm512_srli_epi32(round_to_bf16(even), 16), round_to_bf16(odd));
+  }
+  return _mm512_mask_blend_epi16(
+      kOdd, _mm512_srli_epi32(round_number_to_bf16(even), 16), round_number_to_bf16(odd));
+}
 #endif
 
 ACCEL_INLINE Vec load(const float* p, Full) { return load_bits<Vec>(p); }
@@ -371,8 +382,12 @@ ACCEL_INLINE Pair load(const BFloat16* p, FullPair) {
 template <bool kStream, typename T>
 ACCEL_INLINE void store(T* p, Pair pair, FullPair) {
   if constexpr (std::is_same_v<T, BFloat16>) {
+#if ACCEL_LANES == 16
+    const VecU32 bits = (VecU32)to_bf16_pairs(pair.v[0], pair.v[1]);
+#else
     const VecU32 bits =
         (round_to_bfloat16(pair.v[0]) >> 16) | (round_to_bfloat16(pair.v[1]) & 0xffff0000u);
+#endif
     if constexpr (kStream) {
       stream_bits(p, bits);
     } else {
