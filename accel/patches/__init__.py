@@ -31,6 +31,7 @@ from accel.patches import (
     norm,
     optimizer_cpu_offload,
     rope_fusion,
+    spec_checkpoints,
     te_layers,
 )
 
@@ -44,6 +45,7 @@ FEATURES: tuple[Feature, ...] = (
     masked_softmax_fusion.FEATURE,
     moe_fusion.FEATURE,
     rope_fusion.FEATURE,
+    spec_checkpoints.FEATURE,
     distributed_optimizer_resume.FEATURE,
     optimizer_cpu_offload.FEATURE,
     cpu_initialization.FEATURE,

@@ -9,7 +9,8 @@ are upstream's in every version, and ``import transformer_engine`` still fails f
 
 Weights and their keys are those of Transformer Engine: the norm before a linear layer is
 ``layer_norm_weight`` of that layer, and every layer has an ``_extra_state``, which is empty, may be missing
-in what is loaded, and must not hold FP8 scales. The first weights of a seed are those of the local spec.
+in what is loaded, and must not hold FP8 scales. The first weights of a dense model are those of the local
+spec with the same seed; checkpoints of either spec load in the other (``spec_checkpoints``).
 
 FP8, FP4, attention sinks, context parallelism and userbuffers are not there yet: asking for one is an error
 that says so. The feature is idle under ``--transformer-impl local``.

@@ -19,7 +19,10 @@ LAYOUTS = {
     "one_rank_bf16": (1, ["--bf16"]),
     "tp2_sp_distributed_optimizer": (
         2,
-        "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer".split(),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer"
+            " --dist-ckpt-optim-fully-reshardable"
+        ).split(),
     ),
     "pp2_moe_grouped": (
         2,
@@ -44,3 +47,12 @@ def test_each_spec_goes_on_from_the_others_checkpoint(
     # As in test_resume: the first loss that a process logs is averaged into its second.
     assert [norm for _, norm in resumed] == [norm for _, norm in whole[2:]]
     assert [resumed[i][0] for i in (0, 2)] == [whole[i][0] for i in (2, 4)]
+
+
+def test_an_optimizer_state_in_the_other_specs_order_is_refused(tmp_path: Path) -> None:
+    command = [str(SCRIPT), *MODEL, "--use-distributed-optimizer", "--train-iters", "2"]
+    launch(1, [*command, *LOCAL, "--save", str(tmp_path), "--save-interval", "2"], seconds=150)
+    command[-1] = "3"
+    with pytest.raises(pytest.fail.Exception, match="in the order of --transformer-impl local"):
+        launch(1, [*command, *TE, "--load", str(tmp_path)], seconds=150)
+    launch(1, [*command, *TE, "--load", str(tmp_path), "--no-load-optim"], seconds=150)
