@@ -125,6 +125,11 @@ GUARDED = {
 }
 """Module -> the names that it leaves ``None`` without Transformer Engine."""
 
+SPECS_BY_VALUE = (
+    f"{_CORE}.models.hybrid.hybrid_layer_specs",
+    f"{_CORE}.models.mamba.mamba_layer_specs",
+)
+
 UNGUARDED = (f"{_EXTENSION}_spec_provider", f"{_CORE}.models.backends")
 """Those that copied ``None`` from the extension and have no ``HAVE_TE`` of their own."""
 
@@ -217,6 +222,21 @@ def with_final_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     return block_submodules
 
 
+def build_specs_again() -> Callable[[], None]:
+    """The specs of hybrid models are made when their module is imported and hold the mocks by value: they
+    are made once more. Returns what brings the old ones back."""
+    before = {m: dict(vars(m)) for m in map(sys.modules.get, SPECS_BY_VALUE) if m is not None}
+    for module in before:
+        importlib.reload(module)
+
+    def undo() -> None:
+        for module, names in before.items():
+            vars(module).clear()
+            vars(module).update(names)
+
+    return undo
+
+
 def refuse_fp8(context: Context) -> list[str]:
     """Raises ValueError for what accel's layers cannot do, before anything is built."""
     args = context.args
@@ -258,6 +278,7 @@ FEATURE = Feature(
     megatron=SUPPORTED_RANGE,
     idle=_idle,
     prepare=refuse_fp8,
+    switch_on=build_specs_again,
     patches=(
         *(_class(_EXTENSION, name) for name in CLASSES),
         *(_class(module, name) for module, names in GUARDED.items() for name in names),

@@ -1,0 +1,145 @@
+"""What Megatron is told about Transformer Engine, which specs it gets, and what it asks of a checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+import accel
+from accel.patches.spec_checkpoints import as_saved, other_order
+from accel.patches.te_layers import VERSIONS
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None,
+    reason="transformer_engine is installed",
+)
+
+
+@pytest.fixture
+def enabled() -> Iterator[None]:
+    accel.enable(preset="off", device="cpu")
+    yield
+    accel.disable()
+
+
+def asked_by(module: str, version: str) -> bool:
+    """`is_te_min_version(version)` as that module gets it."""
+    namespace = {"__name__": module}
+    exec("from megatron.core.utils import is_te_min_version", namespace)
+    return eval(f"is_te_min_version({version!r})", namespace)
+
+
+def test_each_gate_is_told_what_the_layers_can_do(enabled: None) -> None:
+    for module, version in VERSIONS.items():
+        assert asked_by(module, version)
+        assert not asked_by(module, "2.8.0"), "attention sinks are refused"
+    for module in (
+        "megatron.core.fp8_utils",
+        "megatron.core.optimizer",
+        "megatron.training.arguments",
+    ):
+        assert not asked_by(module, "1.0.0")
+
+
+def test_nobody_else_finds_the_package(enabled: None) -> None:
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    assert gpt_layer_specs.HAVE_TE is True
+    assert importlib.util.find_spec("transformer_engine") is None
+    assert not [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]
+    with pytest.raises(ImportError):
+        importlib.import_module("transformer_engine")
+
+
+def test_the_spec_provider_gives_our_layers_and_disable_takes_them_back() -> None:
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    accel.enable(preset="off", device="cpu")
+    try:
+        from accel.layers.attention import DotProductAttention
+        from accel.layers.grouped_linear import GroupedLinear
+        from accel.layers.linear import LayerNormLinear, Linear
+
+        provider = gpt_layer_specs.TESpecProvider()
+        assert issubclass(provider.column_parallel_layer_norm_linear(), LayerNormLinear)
+        assert issubclass(provider.row_parallel_linear(), Linear)
+        assert issubclass(provider.core_attention(), DotProductAttention)
+        experts = provider.grouped_mlp_modules(True)
+        assert issubclass(experts.keywords["submodules"].linear_fc1, GroupedLinear)
+    finally:
+        accel.disable()
+    assert gpt_layer_specs.TESpecProvider is None
+
+
+def test_specs_that_hold_classes_by_value_are_made_again_and_brought_back() -> None:
+    accel.enable(preset="off", device="cpu", te_layers=False)
+    try:
+        from megatron.core.models.hybrid import hybrid_layer_specs
+
+        before = hybrid_layer_specs.hybrid_stack_spec
+        accel.enable(preset="off", device="cpu")
+        from accel.layers.linear import Linear
+
+        layer = hybrid_layer_specs.hybrid_stack_spec.submodules.attention_layer
+        assert issubclass(layer.submodules.self_attention.submodules.linear_proj, Linear)
+    finally:
+        accel.disable()
+    assert hybrid_layer_specs.hybrid_stack_spec is before
+
+
+@dataclass
+class Sharded:
+    """As much of Megatron's ShardedTensor and ShardedObject as is looked at."""
+
+    key: str
+
+    @property
+    def unique_key(self) -> str:
+        return f"{self.key}/shard_0_1"
+
+
+LOCAL, TE = "layers.mlp.linear_fc1.layer_norm_weight", "layers.pre_mlp_layernorm.weight"
+
+
+@pytest.mark.parametrize(("asked", "saved"), [(LOCAL, TE), (TE, LOCAL)])
+def test_the_norm_before_experts_is_found_under_either_name(asked: str, saved: str) -> None:
+    tree = {"model": {"w": Sharded(asked)}, "optimizer": [Sharded(f"state.exp_avg.{asked}")]}
+    found = as_saved(tree, {saved, f"state.exp_avg.{saved}"})
+    assert found["model"]["w"].key == saved
+    assert found["optimizer"][0].key == f"state.exp_avg.{saved}"
+    assert tree["model"]["w"].key == asked, "the caller's own is left alone"
+    assert as_saved(tree, {asked, saved, f"state.exp_avg.{asked}"})["model"]["w"].key == asked
+
+
+def test_only_a_missing_extra_state_is_left_out() -> None:
+    tree = {
+        "a": Sharded("a._extra_state"),
+        "b": Sharded("b._extra_state"),
+        "c": Sharded("c"),
+        "d": 1,
+    }
+    found = as_saved(tree, {"a._extra_state/shard_0_1"})
+    assert list(found) == ["a", "c", "d"], "a missing weight is upstream's error"
+
+
+def run(**changes: object) -> SimpleNamespace:
+    plain = {"use_distributed_optimizer": True, "no_load_optim": None, "finetune": False}
+    return SimpleNamespace(**plain, **{"transformer_impl": "local", **changes})
+
+
+def test_an_order_that_differs_is_refused_and_the_way_out_works() -> None:
+    te = {"transformer_impl": "transformer_engine"}
+    problem = other_order(run(), run(**te))
+    assert problem is not None
+    assert "--dist-ckpt-optim-fully-reshardable" in problem
+    assert other_order(run(), run()) is None
+    assert other_order(run(dist_ckpt_optim_fully_reshardable=True), run(**te)) is None
+    without_optimizer = run(**te)
+    without_optimizer.no_load_optim = True
+    assert other_order(run(), without_optimizer) is None
