@@ -9,8 +9,8 @@ from megatron.core.extensions import transformer_engine_spec_provider as upstrea
 
 from accel.patches.te_layers import CLASSES, execute_extension
 
-_names = execute_extension()
-globals().update({name: _names[name] for name in CLASSES if name in _names})
+EXTENSION = execute_extension()
+globals().update({name: vars(EXTENSION)[name] for name in CLASSES if hasattr(EXTENSION, name)})
 
 
 class TESpecProvider(upstream.TESpecProvider):

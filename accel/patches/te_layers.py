@@ -134,19 +134,24 @@ UNGUARDED = (f"{_EXTENSION}_spec_provider", f"{_CORE}.models.backends")
 """Those that copied ``None`` from the extension and have no ``HAVE_TE`` of their own."""
 
 
-def execute_extension() -> dict[str, Any]:
-    """The names that Megatron's extension defines when its import of Transformer Engine succeeds."""
+def execute_extension() -> types.ModuleType:
+    """Megatron's extension as it is when its import of Transformer Engine succeeds.
+
+    It is no copy that anybody imports, but it is listed with Megatron's modules, under a name that no import
+    finds, so that what it has copied from them is patched with theirs.
+    """
     spec = importlib.util.find_spec(_EXTENSION)
     loader: Any = spec and spec.loader
     code = loader.get_code(_EXTENSION)
-    namespace = {
-        "__name__": _EXTENSION,  # so that it belongs to Megatron for whoever asks
-        "__package__": _EXTENSION.rpartition(".")[0],
-        "__file__": code.co_filename,
-        "__builtins__": {**vars(builtins), "__import__": _import_here},
-    }
-    exec(code, namespace)
-    return namespace
+    module = types.ModuleType(_EXTENSION)  # the name says to whom its code belongs: Megatron
+    vars(module).update(
+        __package__=_EXTENSION.rpartition(".")[0],
+        __file__=code.co_filename,
+        __builtins__={**vars(builtins), "__import__": _import_here},
+    )
+    exec(code, vars(module))
+    sys.modules[f"{_EXTENSION} (accel)"] = module
+    return module
 
 
 @functools.cache

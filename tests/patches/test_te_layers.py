@@ -77,6 +77,21 @@ def test_the_spec_provider_gives_our_layers_and_disable_takes_them_back() -> Non
     assert gpt_layer_specs.TESpecProvider is None
 
 
+def test_what_the_wrappers_copied_from_megatron_is_patched_with_it() -> None:
+    from megatron.core.tensor_parallel import layers
+
+    before = layers._initialize_affine_weight_cpu
+    accel.enable(preset="off", device="cpu")
+    try:
+        from accel.patches.te_extension import EXTENSION
+
+        assert layers._initialize_affine_weight_cpu is not before, "cpu_initialization wraps it"
+        assert EXTENSION._initialize_affine_weight_cpu is layers._initialize_affine_weight_cpu
+    finally:
+        accel.disable()
+    assert EXTENSION._initialize_affine_weight_cpu is before
+
+
 def test_specs_that_hold_classes_by_value_are_made_again_and_brought_back() -> None:
     accel.enable(preset="off", device="cpu", te_layers=False)
     try:
