@@ -8,7 +8,7 @@ from torch import Tensor
 
 from accel import ops
 from accel.layers import attention as layers
-from accel.layers.attention import HIDDEN, DotProductAttention
+from accel.layers.attention import HIDDEN, DotProductAttention, mask_kind
 from accel.testing.tolerance import assert_close_to_baseline
 
 S, B, H, G, D = 9, 2, 4, 2, 16
@@ -157,3 +157,16 @@ def test_what_it_cannot_do_is_named(options: dict, error: type, words: str) -> N
 def test_arbitrary_without_a_mask_is_an_error() -> None:
     with pytest.raises(ValueError, match="needs an attention_mask"):
         layer(attn_mask_type="arbitrary")(*qkv())
+
+
+def test_masks_are_looked_at_once_and_again_when_they_change() -> None:
+    mask = upper(600, 600)[None, None]
+    assert mask_kind(mask, 600, 600) == "causal"
+    assert layers._KINDS[mask] == (mask._version, "causal")
+    mask[0, 0, 599, 0] = True
+    assert mask_kind(mask, 600, 600) == "other"
+    assert mask_kind(mask.fill_(False), 600, 600) == "none"
+    assert mask_kind(upper(5, 5), 3, 5) == "other"
+    before = len(layers._KINDS)
+    del mask
+    assert len(layers._KINDS) < before

@@ -16,7 +16,7 @@ import accel
 from accel.feature import Context
 from accel.ops._dispatch import _log_fallback_once
 from accel.patches import fused_attention
-from accel.patches.fused_attention import accept_backends, mask_kind
+from accel.patches.fused_attention import accept_backends
 from accel.testing.tolerance import assert_close_to_baseline
 from tests.ops.contract import needs_native
 
@@ -264,19 +264,6 @@ def test_dropout_keeps_the_mean(megatron: None) -> None:
     tensors[2].fill_(1.0)
     mean = module(*tensors, None).mean().item()  # of independent sums whose variance is at most 1
     assert abs(mean - 1) < 5 / (8 * 256 * HEADS) ** 0.5
-
-
-def test_masks_are_looked_at_once_and_again_when_they_change() -> None:
-    mask = causal_mask(600)
-    assert mask_kind(mask, 600, 600) == "causal"
-    assert fused_attention._KINDS[mask] == (mask._version, "causal")
-    mask[0, 0, 599, 0] = True
-    assert mask_kind(mask, 600, 600) == "other"
-    assert mask_kind(mask.fill_(False), 600, 600) == "none"
-    assert mask_kind(causal_mask(5), 3, 5) == "other"
-    before = len(fused_attention._KINDS)
-    del mask
-    assert len(fused_attention._KINDS) < before
 
 
 def test_backends_that_upstreams_validator_refuses() -> None:
