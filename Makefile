@@ -82,8 +82,7 @@ asan: setup
 # interrupted, it goes on where it stopped.
 test-megatron: setup
 	@test -n "$(MEGATRON)" || { echo "make test-megatron: give MEGATRON=<a clone of Megatron-LM>"; exit 2; }
-	$(PY) -W ignore -m accel.testing.megatron_tests $(MEGATRON) --results .cache/megatron-tests \
-	    --report docs/megatron-tests.md
+	$(PY) -W ignore -m accel.testing.megatron_tests $(MEGATRON) --report docs/megatron-tests.md
 
 clean:
 	rm -rf build accel.egg-info accel/_C*.so .pytest_cache .mypy_cache .ruff_cache

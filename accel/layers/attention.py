@@ -188,7 +188,6 @@ class DotProductAttention(ExtraState):
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: Tensor | None = None,
         pad_between_seqs: bool | None = None,
-        num_splits: int | None = None,
         **options: Any,
     ) -> Tensor:
         """Attention of one rank's heads.
@@ -198,7 +197,8 @@ class DotProductAttention(ExtraState):
             key_layer, value_layer: the same with the heads of keys and values.
             attention_mask: True is hidden, broadcastable to `[B, 1, queries, keys]`; or one for the
                 queries and one for the keys, `[B, 1, 1, S]` each.
-            cu_seqlens_q, ...: where the sequences of a pack start, without and with padding.
+            cu_seqlens_q, ...: where the sequences of a pack start, without and with padding; that alone
+                counts: max_seqlen and pad_between_seqs follow from it.
             core_attention_bias: added to the scaled scores, broadcastable to `[B, H, queries, keys]`.
 
         Returns:

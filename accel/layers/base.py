@@ -62,30 +62,45 @@ def _add_missing_extra_state(
 
 
 class ParallelLayer(ExtraState):
-    """A layer with weights split over a tensor-parallel group.
+    """A linear layer, or several, with weights split over a tensor-parallel group. A subclass registers them.
 
     Args:
+        in_features, out_features: of the whole layer; the attributes are those of this rank.
         tp_group: None until `set_tensor_parallel_group` gives one; `tp_size` counts until then.
         parallel_mode: `column`, `row`, or None for a layer that is not split.
         get_rng_state_tracker: returns Megatron's tracker; weights are drawn in its fork
             `rng_tracker_name`, or in its own one.
+        init_method: fills a weight in place; a normal distribution if None.
         fuse_wgrad_accumulation: add weight gradients to `main_grad`.
         delay_wgrad_compute: compute weight gradients in `backward_dw` instead of in the backward.
+        bias, return_bias: whether there is one; return it beside the result instead of adding it.
+        params_dtype, device: of the parameters; device "meta" leaves them without values.
+        ub_name: kept for Megatron, which reads it; there are no userbuffers.
+        options: what else Transformer Engine takes (userbuffers, symmetric memory, ...): refused if set.
     """
 
     def __init__(
         self,
+        in_features: int,
+        out_features: int,
         *,
-        sequence_parallel: bool,
-        fuse_wgrad_accumulation: bool,
-        tp_group: dist.ProcessGroup | None,
-        tp_size: int,
-        get_rng_state_tracker: Callable[[], Any] | None,
-        rng_tracker_name: str | None,
-        parallel_mode: str | None,
-        delay_wgrad_compute: bool,
-        ub_name: str | None,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: Any = None,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        **options: Any,
     ) -> None:
+        refuse_options(type(self).__name__, options)
         super().__init__()
         if parallel_mode not in ("column", "row", None):
             raise ValueError(f"parallel_mode={parallel_mode!r}: use 'column', 'row' or None")
@@ -96,13 +111,20 @@ class ParallelLayer(ExtraState):
         self.get_rng_state_tracker = get_rng_state_tracker
         if rng_tracker_name is not None:
             self.rng_tracker_name = rng_tracker_name
+        self.init_method = init_method or _normal
         self.parallel_mode = parallel_mode
+        self.in_features, self.out_features = in_features, out_features
+        if parallel_mode == "column":
+            self.out_features = self._per_rank("out_features")
+        elif parallel_mode == "row":
+            self.in_features = self._per_rank("in_features")
+        self.use_bias, self.return_bias = bias, return_bias
+        self.where = {"device": device, "dtype": params_dtype}
         self.delayed = DelayedGradients() if delay_wgrad_compute else None
         self.ub_name = ub_name
         self.save_original_input = False  # without FP8 it is always the original
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
-        self.fp8 = self.fp8_calibration = self.fp8_initialized = False
-        self.primary_weights_in_fp8 = False
+        self.fp8 = self.fp8_calibration = False
         self._gradient_hooks: list[Callable[[], None]] = []
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
@@ -127,12 +149,9 @@ class ParallelLayer(ExtraState):
             self.delayed,
         )
 
-    def per_rank(self, features: int, name: str) -> int:
-        """`features` of one rank.
-
-        Raises:
-            ValueError: the ranks do not divide it.
-        """
+    def _per_rank(self, name: str) -> int:
+        """Raises ValueError if the ranks do not divide it."""
+        features: int = getattr(self, name)
         if features % self.tp_size:
             raise ValueError(
                 f"{type(self).__name__}: {name}={features} is no multiple of the {self.tp_size} ranks "
@@ -140,11 +159,10 @@ class ParallelLayer(ExtraState):
             )
         return features // self.tp_size
 
-    def new_weight(
-        self, name: str, size: tuple[int, int], init: Callable[[Tensor], Any] | None, **where: Any
-    ) -> None:
+    def new_weight(self, name: str) -> None:
         """Register a weight `[N, K]`, split as `parallel_mode` says, and draw its values."""
-        weight: Any = torch.nn.Parameter(torch.empty(size, **where))
+        size = (self.out_features, self.in_features)
+        weight: Any = torch.nn.Parameter(torch.empty(size, **self.where))
         weight.tensor_model_parallel = self.parallel_mode is not None
         weight.partition_dim = 1 if self.parallel_mode == "row" else 0
         weight.partition_stride = 1
@@ -153,12 +171,12 @@ class ParallelLayer(ExtraState):
         if weight.is_meta:
             return
         with torch.no_grad(), self._fork():
-            (init or _normal)(weight)
+            self.init_method(weight)
 
-    def new_bias(self, name: str, size: int, **where: Any) -> None:
+    def new_bias(self, name: str) -> None:
         """Register a bias `[N]` of zeros: split in a column layer, whole in a row layer, where every
         rank sees its own rows under sequence parallelism."""
-        bias: Any = torch.nn.Parameter(torch.zeros(size, **where))
+        bias: Any = torch.nn.Parameter(torch.zeros(self.out_features, **self.where))
         if self.parallel_mode == "row":
             bias.sequence_parallel = self.sequence_parallel
         elif self.parallel_mode == "column":
@@ -200,4 +218,5 @@ class ParallelLayer(ExtraState):
 
 
 def _normal(weight: Tensor) -> Tensor:
+    """Transformer Engine's own choice."""
     return torch.nn.init.normal_(weight, mean=0.0, std=0.023)

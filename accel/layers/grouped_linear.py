@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from accel.layers.base import ParallelLayer, refuse_options
+from accel.layers.base import ParallelLayer
 from accel.ops import grouped_gemm
 from accel.ops.grouped_gemm import accumulate_wgrad
-from accel.parallel.linear import Layout, weight_gradient_added
+from accel.parallel.linear import Layout, main_grad_of, weight_gradient_added
 
 __all__ = ["GroupedLinear", "grouped_linear"]
 
@@ -54,7 +53,7 @@ def _weight_gradients(
     weights: Sequence[Any], dy_TN: Tensor, x_TK: Tensor, counts: Tensor, layout: Layout
 ) -> list[Tensor | None]:
     if layout.into_main_grad:
-        main_grads = [w.main_grad for w in weights]
+        main_grads = [main_grad_of(w) for w in weights]
         accumulate_wgrad(dy_TN, x_TK, counts, main_grads, transpose_b=True)
         return [weight_gradient_added(w) for w in weights]
     return list(torch.ops.accel.grouped_gemm_wgrad(dy_TN, x_TK, counts, True).unbind(0))
@@ -75,59 +74,20 @@ class GroupedLinear(ParallelLayer):
 
     Args:
         num_gemms: E.
-        in_features, out_features: of each whole layer, before it is split over the ranks.
         parallel_mode: which dimension is split; there is no communication either way: Megatron's token
             dispatcher does that.
-        others: as `Linear`.
+        shared: `ParallelLayer`.
 
     State dict: `weight0 ... [N, K]`, `bias0 ... [N]`, `_extra_state` (empty).
     """
 
-    def __init__(
-        self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Callable[[Tensor], Any] | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        device: Any = None,
-        ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        **options: Any,
-    ) -> None:
-        refuse_options(type(self).__name__, options)
-        super().__init__(
-            sequence_parallel=sequence_parallel,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            parallel_mode=parallel_mode,
-            delay_wgrad_compute=delay_wgrad_compute,
-            ub_name=ub_name,
-        )
-        if parallel_mode == "column":
-            out_features = self.per_rank(out_features, "out_features")
-        elif parallel_mode == "row":
-            in_features = self.per_rank(in_features, "in_features")
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, **shared: Any) -> None:
+        super().__init__(in_features, out_features, **shared)
         self.num_gemms = num_gemms
-        self.in_features, self.out_features = in_features, out_features
-        self.use_bias, self.return_bias = bias, return_bias
-        where = {"device": device, "dtype": params_dtype}
         for e in range(num_gemms):
-            self.new_weight(f"weight{e}", (out_features, in_features), init_method, **where)
-            if bias:
-                self.new_bias(f"bias{e}", out_features, **where)
+            self.new_weight(f"weight{e}")
+            if self.use_bias:
+                self.new_bias(f"bias{e}")
 
     def forward(
         self,

@@ -2,81 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from accel.layers import norm
-from accel.layers.base import ParallelLayer, refuse_options
+from accel.layers.base import ParallelLayer
 from accel.parallel.linear import parallel_linear
 
 __all__ = ["LayerNormLinear", "Linear"]
 
 
 class Linear(ParallelLayer):
-    """`y = x W^T + b`, tensor-parallel.
-
-    Args:
-        in_features, out_features: of the whole layer, before it is split over the ranks.
-        init_method: fills the weight in place; a normal distribution if None.
-        return_bias: return `(y, b)` without adding b.
-        params_dtype, device: of the parameters; device "meta" leaves them without values.
-        options: what else Transformer Engine takes (userbuffers, symmetric memory, ...): refused if
-            set.
+    """`y = x W^T + b`, tensor-parallel. Arguments: `ParallelLayer`.
 
     State dict: `weight [N, K]`, `bias [N]`, `_extra_state` (empty).
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        init_method: Callable[[Tensor], Any] | None = None,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        device: Any = None,
-        ub_name: str | None = None,
-        rng_tracker_name: str | None = None,
-        delay_wgrad_compute: bool = False,
-        **options: Any,
-    ) -> None:
-        refuse_options(type(self).__name__, options)
-        super().__init__(
-            sequence_parallel=sequence_parallel,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            parallel_mode=parallel_mode,
-            delay_wgrad_compute=delay_wgrad_compute,
-            ub_name=ub_name,
-        )
-        if parallel_mode == "column":
-            out_features = self.per_rank(out_features, "out_features")
-        elif parallel_mode == "row":
-            in_features = self.per_rank(in_features, "in_features")
-        self.in_features, self.out_features = in_features, out_features
-        self.use_bias, self.return_bias = bias, return_bias
-        where = {"device": device, "dtype": params_dtype}
-        self.register_norm(in_features, where)
-        self.new_weight("weight", (out_features, in_features), init_method, **where)
-        if bias:
-            self.new_bias("bias", out_features, **where)
+    def __init__(self, in_features: int, out_features: int, **shared: Any) -> None:
+        super().__init__(in_features, out_features, **shared)
+        self.register_norm()
+        self.new_weight("weight")
+        if self.use_bias:
+            self.new_bias("bias")
         else:
             self.bias = None
 
-    def register_norm(self, in_features: int, where: dict[str, Any]) -> None:
+    def register_norm(self) -> None:
         """For `LayerNormLinear`: its parameters come first in the state dict."""
 
     def forward(
@@ -116,7 +69,7 @@ class LayerNormLinear(Linear):
         normalization: str = "LayerNorm",
         zero_centered_gamma: bool = False,
         return_layernorm_output: bool = False,
-        **linear: Any,
+        **shared: Any,
     ) -> None:
         if normalization not in ("LayerNorm", "RMSNorm"):
             raise ValueError(f"normalization={normalization!r}: use LayerNorm or RMSNorm")
@@ -124,17 +77,17 @@ class LayerNormLinear(Linear):
         self.normalization = normalization
         self.zero_centered_gamma = zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
-        super().__init__(in_features, out_features, **linear)
+        super().__init__(in_features, out_features, **shared)
 
-    def register_norm(self, in_features: int, where: dict[str, Any]) -> None:
-        value = 0.0 if self.zero_centered_gamma else 1.0
-        weight: Any = torch.nn.Parameter(torch.full((in_features,), value, **where))
+    def register_norm(self) -> None:
+        value, size = 0.0 if self.zero_centered_gamma else 1.0, (self.in_features,)
+        weight: Any = torch.nn.Parameter(torch.full(size, value, **self.where))
         weight.sequence_parallel = self.sequence_parallel
         self.layer_norm_weight = weight
         if self.normalization == "RMSNorm":
             self.layer_norm_bias = None
             return
-        bias: Any = torch.nn.Parameter(torch.zeros(in_features, **where))
+        bias: Any = torch.nn.Parameter(torch.zeros(size, **self.where))
         bias.sequence_parallel = self.sequence_parallel
         self.layer_norm_bias = bias
 

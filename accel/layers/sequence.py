@@ -1,7 +1,8 @@
 """Transformer Engine's operations (`te.pytorch.ops`): pieces of a layer that a `Sequential` runs in turn.
 
 Megatron builds its fused MLPs from them (`--use-transformer-engine-op-fuser`), with the parameters of
-layers that exist already. There is no fuser here: each piece is a fused op of its own.
+layers that exist already. There is no fuser here: each piece is a fused op of its own. Norms and activations
+are the layers of those names.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel.layers import norm
 from accel.layers.base import refuse_options
 from accel.parallel.linear import Layout, parallel_linear, reduce_rows
 
@@ -20,9 +20,7 @@ __all__ = [
     "AllReduce",
     "BasicLinear",
     "Bias",
-    "LayerNorm",
     "MakeExtraOutput",
-    "RMSNorm",
     "ReduceScatter",
     "Sequential",
 ]
@@ -43,24 +41,6 @@ class Sequential(torch.nn.Sequential):
 
 class MakeExtraOutput(torch.nn.Module):
     """Marks where a `Sequential` puts its input aside."""
-
-
-class LayerNorm(norm.LayerNorm):
-    """x `[..., K]`; the parameters are given afterwards."""
-
-    def __init__(
-        self, shape: int, *, eps: float, zero_centered_gamma: bool, **options: Any
-    ) -> None:
-        super().__init__(shape, eps, zero_centered=zero_centered_gamma, **_where(options))
-
-
-class RMSNorm(norm.RMSNorm):
-    """x `[..., K]`; the parameter is given afterwards."""
-
-    def __init__(
-        self, shape: Any, *, eps: float, zero_centered_gamma: bool, **options: Any
-    ) -> None:
-        super().__init__(shape, eps, zero_centered=zero_centered_gamma, **_where(options))
 
 
 class BasicLinear(torch.nn.Module):
@@ -127,9 +107,3 @@ class ReduceScatter(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return reduce_rows(x, self.layout)
-
-
-def _where(options: dict[str, Any]) -> dict[str, Any]:
-    where = {name: options.pop(name, None) for name in ("device", "dtype")}
-    refuse_options("norm", options)
-    return where

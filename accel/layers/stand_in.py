@@ -10,13 +10,11 @@ from __future__ import annotations
 import types
 from typing import Any, NoReturn
 
-from accel.layers import activation, sequence
+from accel.layers import activation, norm, sequence
 from accel.layers.attention import DotProductAttention
 from accel.layers.base import ExtraState, refuse_options
 from accel.layers.grouped_linear import GroupedLinear
 from accel.layers.linear import LayerNormLinear, Linear
-from accel.layers.norm import LayerNorm as PlainLayerNorm
-from accel.layers.norm import RMSNorm as PlainRMSNorm
 
 __all__ = ["LayerNorm", "RMSNorm", "modules"]
 
@@ -27,54 +25,39 @@ def _no_fp8(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-class RMSNorm(ExtraState, PlainRMSNorm):
+class _Norm(ExtraState):
+    """A norm of `accel.layers.norm` with Transformer Engine's arguments; `dtype` is the name that its
+    operations have for `params_dtype`."""
+
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        zero_centered_gamma: bool = False,
+        params_dtype: Any = None,
+        dtype: Any = None,
+        device: Any = None,
+        **options: Any,
+    ) -> None:
+        refuse_options(type(self).__name__, options)
+        super().__init__(
+            normalized_shape,
+            eps,
+            zero_centered=zero_centered_gamma,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=params_dtype or dtype,
+        )
+        self.zero_centered_gamma = zero_centered_gamma
+
+
+class RMSNorm(_Norm, norm.RMSNorm):
     """State dict: `weight [K]`, `_extra_state` (empty)."""
 
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        zero_centered_gamma: bool = False,
-        params_dtype: Any = None,
-        device: Any = None,
-        **options: Any,
-    ) -> None:
-        refuse_options("RMSNorm", options)
-        super().__init__(
-            normalized_shape,
-            eps,
-            zero_centered=zero_centered_gamma,
-            sequence_parallel=sequence_parallel,
-            device=device,
-            dtype=params_dtype,
-        )
-        self.zero_centered_gamma = zero_centered_gamma
 
-
-class LayerNorm(ExtraState, PlainLayerNorm):
+class LayerNorm(_Norm, norm.LayerNorm):
     """State dict: `weight [K]`, `bias [K]`, `_extra_state` (empty)."""
-
-    def __init__(
-        self,
-        normalized_shape: Any,
-        eps: float = 1e-5,
-        sequence_parallel: bool = False,
-        zero_centered_gamma: bool = False,
-        params_dtype: Any = None,
-        device: Any = None,
-        **options: Any,
-    ) -> None:
-        refuse_options("LayerNorm", options)
-        super().__init__(
-            normalized_shape,
-            eps,
-            zero_centered=zero_centered_gamma,
-            sequence_parallel=sequence_parallel,
-            device=device,
-            dtype=params_dtype,
-        )
-        self.zero_centered_gamma = zero_centered_gamma
 
 
 class DelayedScaling:
@@ -113,6 +96,8 @@ def modules(**distributed: Any) -> dict[str, types.ModuleType]:
     ops = _module(
         "pytorch.ops",
         FusibleOperation=sequence.Sequential,
+        LayerNorm=LayerNorm,
+        RMSNorm=RMSNorm,
         **{name: getattr(sequence, name) for name in sequence.__all__},
         **{name: getattr(activation, name) for name in activation.__all__},
     )

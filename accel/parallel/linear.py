@@ -29,7 +29,7 @@ from accel.ops import gemm_accumulate_ref
 __all__ = [
     "DelayedGradients",
     "Layout",
-    "accumulate_into_main_grad",
+    "main_grad_of",
     "parallel_linear",
     "reduce_rows",
     "weight_gradient_added",
@@ -183,10 +183,19 @@ def _add_later(weight: Any, dy_TN: Tensor, x_TK: Tensor, layout: Layout) -> None
 
 
 def accumulate_into_main_grad(weight: Any, dy_TN: Tensor, x_TK: Tensor) -> None:
-    """`weight.main_grad += dy^T x`; in fp32 without a rounding on the way, else in its own dtype.
+    """`weight.main_grad += dy^T x`; in fp32 without a rounding on the way, else in its own dtype."""
+    main_grad = main_grad_of(weight)
+    if main_grad.dtype == torch.float32:
+        accumulate(main_grad, dy_TN, x_TK)
+    else:
+        main_grad.addmm_(dy_TN.t(), x_TK)
+
+
+def main_grad_of(weight: Any) -> Tensor:
+    """Where Megatron sums the gradients of a weight.
 
     Raises:
-        RuntimeError: the weight has no main gradient.
+        RuntimeError: it has no such place.
     """
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
@@ -195,10 +204,7 @@ def accumulate_into_main_grad(weight: Any, dy_TN: Tensor, x_TK: Tensor) -> None:
             "weight does not have: wrap the model in Megatron's DistributedDataParallel, or pass "
             "--no-gradient-accumulation-fusion"
         )
-    if main_grad.dtype == torch.float32:
-        accumulate(main_grad, dy_TN, x_TK)
-    else:
-        main_grad.addmm_(dy_TN.t(), x_TK)
+    return main_grad
 
 
 def weight_gradient_added(weight: Any) -> Tensor | None:

@@ -45,7 +45,6 @@ VERSIONS = {
     _EXTENSION: "2.6.0",
     f"{_EXTENSION}_spec_provider": "2.6.0",
     "megatron.core.models.gpt.gpt_layer_specs": "2.6.0",
-    "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": "2.6.0",
     "megatron.core.models.bert.bert_model": "2.6.0",
     "megatron.core.models.backends": "2.6.0",
     "megatron.core.transformer.transformer_config": "2.6.0",
@@ -127,8 +126,9 @@ GUARDED = {
 
 SPECS_BY_VALUE = (
     f"{_CORE}.models.hybrid.hybrid_layer_specs",
-    f"{_CORE}.models.mamba.mamba_layer_specs",
+    f"{_CORE}.models.mamba.mamba_layer_specs",  # 0.17
 )
+"""Modules whose specs are made when they are imported."""
 
 UNGUARDED = (f"{_EXTENSION}_spec_provider", f"{_CORE}.models.backends")
 """Those that copied ``None`` from the extension and have no ``HAVE_TE`` of their own."""
@@ -231,14 +231,18 @@ def build_specs_again() -> Callable[[], None]:
     """The specs of hybrid models are made when their module is imported and hold the mocks by value: they
     are made once more. Returns what brings the old ones back."""
     before = {m: dict(vars(m)) for m in map(sys.modules.get, SPECS_BY_VALUE) if m is not None}
-    for module in before:
-        importlib.reload(module)
 
     def undo() -> None:
         for module, names in before.items():
             vars(module).clear()
             vars(module).update(names)
 
+    try:
+        for module in before:
+            importlib.reload(module)
+    except BaseException:
+        undo()
+        raise
     return undo
 
 

@@ -38,7 +38,17 @@ from torch import Tensor
 
 from accel.ops import _native
 
-__all__ = ["Case", "input_sets", "is_met", "machine_name", "main", "print_report", "run", "verdict"]
+__all__ = [
+    "Case",
+    "commit",
+    "input_sets",
+    "is_met",
+    "machine_name",
+    "main",
+    "print_report",
+    "run",
+    "verdict",
+]
 
 CHECKOUT = Path(__file__).parent.parent.parent
 
@@ -154,7 +164,7 @@ def main(name: str, cases: Callable[[bool], Iterable[Case]], argv: list[str] | N
 
 def print_report(name: str, rows: list[dict], *, as_json: bool) -> None:
     """What a benchmark prints: its rows with the commit and the machine, as JSON or as a table."""
-    report = {"name": name, "commit": _commit(), "machine": _machine(), "rows": rows}
+    report = {"name": name, "commit": commit(), "machine": _machine(), "rows": rows}
     print(json.dumps(report, indent=2) if as_json else _table(report))
 
 
@@ -362,7 +372,7 @@ def _cpu_model() -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the checkout, with "-dirty" where files differ from it; None without git."""
     try:
         described = subprocess.run(

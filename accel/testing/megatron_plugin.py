@@ -23,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from accel.device.cpu.audience import AUDIENCE
 
     AUDIENCE.add("tests")  # upstream's tests ask torch.cuda for devices, as Megatron does
-    accel.enable(device="cpu", preset=os.environ.get("ACCEL_UPSTREAM_PRESET", "fast"))
+    accel.enable(device="cpu")
     _forbid_downloads()
 
 

@@ -7,8 +7,9 @@ file runs on 8 gloo ranks, forked from one process that has imported torch and M
 `--file-seconds`; a test has `--test-seconds`. A test counts as failed if it fails on any rank, as skipped if
 no rank ran it, as passed if it passed wherever it ran; what a killed file left unfinished counts as failed.
 
-With `--results`, what became of each file is kept there, and a file that is kept is not run again: so a
-long run can be resumed, and the report (`--report`) is written from all of them.
+What became of each file, and what its ranks printed, is kept in the folder of `--results`. A file that was
+run with the very same commit of accel is not run again: so a long run can be resumed, and the report
+(`--report`) is written from all of them.
 
 `tests/megatron_expected.toml` names the failures that are known, with the reason of each; the exit status
 is 1 if a test fails that is not there, or one that is there passes.
@@ -26,12 +27,12 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 import tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from accel.testing import bench
 from accel.testing.megatron_plugin import RESULTS
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,8 @@ class FileResult:
     """What became of the tests of one file."""
 
     name: str
+    commit: str | None
+    """Of accel; "-dirty" where files differed from it."""
     seconds: float
     outcomes: dict[str, str] = field(default_factory=dict)
     """Test -> `passed`, `failed` or `skipped`."""
@@ -78,9 +81,25 @@ def find_files(checkout: Path, only: str) -> list[Path]:
     return [f for f in files if only in str(f.relative_to(unit_tests))]
 
 
+def run_or_read(checkout: Path, file: Path, folder: Path, limits: argparse.Namespace) -> FileResult:
+    """What `folder` holds of this file at this commit; else run it."""
+    name = str(file.relative_to(checkout / "tests" / "unit_tests"))
+    kept, commit = folder / f"{name.replace('/', '.')}.json", bench.commit()
+    if kept.exists() and not (commit or "-dirty").endswith("-dirty"):
+        result = FileResult(**json.loads(kept.read_text()))
+        if result.commit == commit:
+            return result
+    result = run_file(checkout, file, kept.with_suffix(""), limits)
+    result.commit = commit
+    kept.write_text(json.dumps(asdict(result), indent=1))
+    return result
+
+
 def run_file(checkout: Path, file: Path, results: Path, limits: argparse.Namespace) -> FileResult:
     """Fork the ranks, wait for them or kill them, and put their outcomes together."""
     name = str(file.relative_to(checkout / "tests" / "unit_tests"))
+    for old in results.parent.glob(f"{results.name}.[0-7]"):
+        old.unlink()
     port = _free_port()
     start = time.monotonic()
     children = [
@@ -104,7 +123,7 @@ def run_file(checkout: Path, file: Path, results: Path, limits: argparse.Namespa
                 os.waitpid(pid, 0)
             break
         time.sleep(0.05)
-    result = FileResult(name, time.monotonic() - start, ended=ended)
+    result = FileResult(name, None, time.monotonic() - start, ended=ended)
     _collect(result, results)
     return result
 
@@ -137,14 +156,8 @@ def _fork_rank(
             [
                 str(file),
                 f"--timeout={limits.test_seconds}",
-                *(
-                    "-p",
-                    "accel.testing.megatron_plugin",
-                    "-p",
-                    "no:cacheprovider",
-                    "-q",
-                    "--tb=short",
-                ),
+                *("-p", "accel.testing.megatron_plugin"),
+                *("-p", "no:cacheprovider", "-q", "--tb=short"),
             ],
         )
     finally:
@@ -192,9 +205,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make test-megatron")
     parser.add_argument("checkout", type=Path, help="a clone of Megatron-LM at a supported version")
     parser.add_argument("--only", default="", help="files whose path contains this")
-    parser.add_argument("--results", type=Path, help="keep what became of each file in this folder")
+    parser.add_argument("--results", type=Path, default=ROOT / ".cache" / "megatron-tests")
     parser.add_argument("--report", type=Path, help="write the tables there, in Markdown")
-    parser.add_argument("--keep", action="store_true", help="keep what the ranks printed, in /tmp")
     parser.add_argument("--file-seconds", type=int, default=300)
     parser.add_argument("--test-seconds", type=int, default=60)
     args = parser.parse_args()
@@ -203,21 +215,13 @@ def main() -> int:
     sys.path.insert(0, str(checkout))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _import_once()
+    args.results.mkdir(parents=True, exist_ok=True)
     found = []
-    with tempfile.TemporaryDirectory(delete=not args.keep) as folder:
-        for i, file in enumerate(files):
-            name = str(file.relative_to(checkout / "tests" / "unit_tests")).replace("/", ".")
-            kept = args.results and args.results / f"{name}.json"
-            if kept and kept.exists():
-                result = FileResult(**json.loads(kept.read_text()))
-            else:
-                result = run_file(checkout, file, Path(folder) / f"file{i}", args)
-                if kept:
-                    args.results.mkdir(parents=True, exist_ok=True)
-                    kept.write_text(json.dumps(asdict(result), indent=1))
-            found.append(result)
-            counts = " ".join(f"{outcome} {result.count(outcome):4}" for outcome in OUTCOMES)
-            print(f"{result.name:70} {counts} {result.seconds:5.0f} s {result.ended}", flush=True)
+    for file in files:
+        result = run_or_read(checkout, file, args.results.resolve(), args)
+        found.append(result)
+        counts = " ".join(f"{outcome} {result.count(outcome):4}" for outcome in OUTCOMES)
+        print(f"{result.name:70} {counts} {result.seconds:5.0f} s {result.ended}", flush=True)
     known = tomllib.loads(EXPECTED.read_text())["failure"]
     if args.report:
         args.report.write_text(report(found, known))
