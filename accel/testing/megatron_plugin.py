@@ -1,11 +1,12 @@
-"""pytest plugin of one rank: the import on top, no downloads, and each test's outcome into a file.
+"""pytest plugin of one rank: no downloads, and each test's outcome into a file.
 
-Rank r writes `<ACCEL_UPSTREAM_RESULTS>.r`, a JSON line for each test: its id, its outcome, and for what
-did not pass the reason.
+Rank r writes `<ACCEL_UPSTREAM_RESULTS>.r`, JSON lines: a test's id and "started", then its id, its outcome,
+and for what did not pass the reason. `<ACCEL_UPSTREAM_RESULTS>.done` lists the tests not to run again.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -14,20 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 RESULTS = "ACCEL_UPSTREAM_RESULTS"
+FORGOTTEN_GROUPS = 400
+"""Closing them takes a second, so they may gather: a model parallel state has up to 80."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    import accel
-    from accel.device.cpu.audience import AUDIENCE
-
-    AUDIENCE.add("tests")  # upstream's tests ask torch.cuda for devices, as Megatron does
-    accel.enable(device="cpu")
-    _forbid_downloads()
-
-
-def _forbid_downloads() -> None:
+def forbid_downloads() -> None:
     """Upstream's conftest fetches data for tests that are not run here; this is the function it asks."""
     name = "tests.test_utils.python_scripts.download_unit_tests_dataset"
     module: Any = types.ModuleType(name)
@@ -39,12 +34,50 @@ def _forbid_downloads() -> None:
     sys.modules[name] = module
 
 
+def close_forgotten_groups() -> None:
+    """Close the process groups of a model parallel state when upstream destroys it, which only forgets them.
+
+    Each keeps threads and sockets: with the thousands of a file of a hundred tests gloo connects no more.
+    """
+    from megatron.core import parallel_state
+
+    create_group, destroy = parallel_state.create_group, parallel_state.destroy_model_parallel
+    groups: list[Any] = []
+
+    @functools.wraps(create_group)
+    def create_and_note(*args: Any, **kwargs: Any) -> Any:
+        group = create_group(*args, **kwargs)
+        if isinstance(group, dist.ProcessGroup):  # a number stands for a group of others
+            groups.append(group)
+        return group
+
+    @functools.wraps(destroy)
+    def destroy_and_close(*args: Any, **kwargs: Any) -> None:
+        destroy(*args, **kwargs)
+        if len(groups) >= FORGOTTEN_GROUPS and dist.is_initialized():
+            dist.barrier()  # nobody still waits for the last message of one of them
+            for group in groups:
+                dist.destroy_process_group(group)
+            groups.clear()
+
+    parallel_state.create_group = create_and_note
+    parallel_state.destroy_model_parallel = destroy_and_close
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    done = set(json.loads(Path(os.environ[RESULTS] + ".done").read_text()))
+    items[:] = [item for item in items if item.nodeid.partition("::")[2] not in done]
+
+
 class Recorder:
     def __init__(self, path: Path) -> None:
         self.file = path.open("w", buffering=1)
 
-    def write(self, test: str, outcome: str, reason: str) -> None:
+    def write(self, test: str, outcome: str, reason: str = "") -> None:
         self.file.write(json.dumps({"test": test, "outcome": outcome, "reason": reason}) + "\n")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.write(nodeid, "started")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -52,7 +85,7 @@ class Recorder:
         elif report.skipped:
             self.write(report.nodeid, "skipped", _reason(report))
         elif report.when == "call":
-            self.write(report.nodeid, "passed", "")
+            self.write(report.nodeid, "passed")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

@@ -32,7 +32,7 @@ import tomllib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from accel.testing import bench
+from accel.testing import bench, megatron_plugin
 from accel.testing.megatron_plugin import RESULTS
 
 ROOT = Path(__file__).parents[2]
@@ -96,36 +96,53 @@ def run_or_read(checkout: Path, file: Path, folder: Path, limits: argparse.Names
 
 
 def run_file(checkout: Path, file: Path, results: Path, limits: argparse.Namespace) -> FileResult:
-    """Fork the ranks, wait for them or kill them, and put their outcomes together."""
-    name = str(file.relative_to(checkout / "tests" / "unit_tests"))
-    for old in results.parent.glob(f"{results.name}.[0-7]"):
+    """Run the tests of one file; go on after a test that stops a rank, with those behind it."""
+    result = FileResult(str(file.relative_to(checkout / "tests" / "unit_tests")), None, 0.0)
+    for old in results.parent.glob(f"{results.name}.log.*"):
         old.unlink()
-    port = _free_port()
     start = time.monotonic()
-    children = [
-        _fork_rank(rank, port, checkout, file, results, limits) for rank in range(WORLD_SIZE)
-    ]
-    waiting = set(children)
-    ended = ""
-    while waiting:
+    ended, went_on = None, True
+    while went_on and (ended is None or ended):
+        Path(f"{results}.done").write_text(json.dumps(list(result.outcomes)))
+        for old in results.parent.glob(f"{results.name}.[0-7]"):
+            old.unlink()
+        port = _free_port()
+        ranks = [
+            _fork_rank(rank, port, checkout, file, results, limits) for rank in range(WORLD_SIZE)
+        ]
+        ended = _wait(ranks, start + limits.file_seconds)
+        went_on = _collect(result, results, ended)
+    if ended:
+        result.ended = ended
+        _worse(result, "(the file)", "failed", ended)
+    result.seconds = time.monotonic() - start
+    return result
+
+
+def _wait(ranks: list[int], deadline: float) -> str:
+    """Wait until all ranks are done; if one is stopped, or at the deadline, kill the others and say why."""
+    waiting, ended = set(ranks), ""
+    while waiting and not ended:
         for pid in list(waiting):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 waiting.discard(pid)
-                if os.WIFSIGNALED(status):
-                    ended = ended or f"a rank died of signal {os.WTERMSIG(status)}"
-        late = time.monotonic() - start > limits.file_seconds
-        if waiting and (late or ended):
-            ended = ended or f"not done after {limits.file_seconds} s"
-            for pid in waiting:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-            break
+                if status:
+                    ended = ended or _why_stopped(status)
+        if waiting and time.monotonic() > deadline:
+            ended = ended or "the file's time is over"
         time.sleep(0.05)
-    result = FileResult(name, None, time.monotonic() - start, ended=ended)
-    _collect(result, results)
-    return result
+    for pid in waiting:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return ended
+
+
+def _why_stopped(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"a rank died of {signal.Signals(os.WTERMSIG(status)).name}"
+    return "a rank's test took too long" if os.WEXITSTATUS(status) == 1 else "a rank ended early"
 
 
 def _fork_rank(
@@ -142,49 +159,57 @@ def _fork_rank(
         LOCAL_WORLD_SIZE=str(WORLD_SIZE),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
         **{RESULTS: str(results)},
     )
-    with open(f"{results}.log.{rank}", "w") as log:
+    with open(f"{results}.log.{rank}", "a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.chdir(checkout)
     import pytest
 
-    status = 3
+    status: int = pytest.ExitCode.INTERNAL_ERROR
     try:
         status = pytest.main(
             [
                 str(file),
-                f"--timeout={limits.test_seconds}",
-                *("-p", "accel.testing.megatron_plugin"),
-                *("-p", "no:cacheprovider", "-q", "--tb=short"),
+                *("-p", "pytest_timeout", "-p", "accel.testing.megatron_plugin"),
+                # the thread ends the process with status 1: a rank that waits in C++ hears no signal
+                *(f"--timeout={limits.test_seconds}", "--timeout-method=thread"),
+                *("-p", "no:cacheprovider", "-q", "--tb=short", "--durations=15"),
             ],
         )
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(int(status))
+        # what cannot be collected is in the results already
+        stopped = status in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
+        os._exit(3 if stopped else 0)
 
 
-def _collect(result: FileResult, results: Path) -> None:
-    """Worst outcome over the ranks; a test that some rank never finished has failed."""
-    started = collections.Counter[str]()
+def _collect(result: FileResult, results: Path, ended: str) -> bool:
+    """Put the ranks' outcomes together: the worst counts. If the run was `ended`, the first test that not all
+    ranks finished has failed, and those behind it count for nothing yet. Whether there was such a test."""
+    rows = []
     for rank in range(WORLD_SIZE):
         path = Path(f"{results}.{rank}")
-        lines = path.read_text().splitlines() if path.exists() else []
-        seen = set()
-        for line in lines:
+        for line in path.read_text().splitlines() if path.exists() else []:
             with contextlib.suppress(json.JSONDecodeError):  # the last line of a killed rank
-                row = json.loads(line)
-                test = row["test"].partition("::")[2] or "(the file)"
-                seen.add(test)
+                rows.append((rank, json.loads(line)))
+    names = dict.fromkeys(row["test"] for _, row in rows)
+    finished = collections.defaultdict[str, set[int]](set)
+    for rank, row in rows:
+        if row["outcome"] != "started":
+            finished[row["test"]].add(rank)
+    for name in names:
+        test = name.partition("::")[2] or "(the file)"
+        for _, row in rows:
+            if row["test"] == name and row["outcome"] != "started":
                 _worse(result, test, row["outcome"], row["reason"])
-        started.update(seen)
-    if result.ended:
-        for test, ranks in started.items():
-            if ranks < WORLD_SIZE and result.outcomes[test] == "passed":
-                _worse(result, test, "failed", result.ended)
-        _worse(result, "(the file)", "failed", result.ended)
+        if ended and len(finished[name]) < WORLD_SIZE:
+            _worse(result, test, "failed", ended)
+            return True
+    return False
 
 
 def _worse(result: FileResult, test: str, outcome: str, reason: str) -> None:
@@ -207,14 +232,17 @@ def main() -> int:
     parser.add_argument("--only", default="", help="files whose path contains this")
     parser.add_argument("--results", type=Path, default=ROOT / ".cache" / "megatron-tests")
     parser.add_argument("--report", type=Path, help="write the tables there, in Markdown")
-    parser.add_argument("--file-seconds", type=int, default=300)
+    parser.add_argument(
+        "--plain", action="store_true", help="with nothing but the CPU redirect, to compare with"
+    )
+    parser.add_argument("--file-seconds", type=int, default=900)
     parser.add_argument("--test-seconds", type=int, default=60)
     args = parser.parse_args()
     checkout = args.checkout.resolve()
     files = find_files(checkout, args.only)
     sys.path.insert(0, str(checkout))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    _import_once()
+    _prepare(plain=args.plain)
     args.results.mkdir(parents=True, exist_ok=True)
     found = []
     for file in files:
@@ -289,16 +317,27 @@ def report(found: list[FileResult], known: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _import_once() -> None:
-    """What every rank needs, before the ranks are forked: importing it takes longer than most tests."""
+def _prepare(plain: bool) -> None:
+    """What every rank needs, before the ranks are forked: it takes longer than most tests."""
     import torch
 
-    torch.set_num_threads(1)
-    from accel.session import SESSION
+    import accel
+    from accel.device.cpu.audience import AUDIENCE
 
-    SESSION.attach("cpu")
-    for name in ("megatron.core.models.gpt", "megatron.training"):
+    torch.set_num_threads(1)
+    AUDIENCE.add("tests")  # upstream's tests ask torch.cuda for devices, as Megatron does
+    accel.enable(device="cpu", preset="off" if plain else "fast")
+    for name in (
+        "megatron.core.models.gpt",
+        "megatron.core.models.T5",
+        "megatron.core.models.bert",
+        "megatron.core.models.common.embeddings.relative_pos_embedding",
+        "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
+        "megatron.training",
+    ):
         importlib.import_module(name)
+    megatron_plugin.forbid_downloads()
+    megatron_plugin.close_forgotten_groups()
 
 
 if __name__ == "__main__":
