@@ -3,7 +3,7 @@
 Causal, full, sliding-window and packed attention are `accel.ops.attention` where `attention` says so,
 which stores no tensor of queries x keys. A mask tensor is compared with the causal one, once for each
 tensor; one that is neither causal nor empty, and a bias, take the plain path, which does store them, and
-one line says so.
+one line says so. Sequences split over a context-parallel group: `accel.parallel.context`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel.layers.base import ExtraState, refuse_options
 from accel.ops import attention_ref
 from accel.ops._dispatch import log_fallback
+from accel.parallel.context import ContextGroups, context_attention
 
 __all__ = ["DotProductAttention", "draw_seed", "mask_kind", "packed_starts"]
 
@@ -39,6 +40,9 @@ MASK_TYPES = (
 )
 HIDDEN = -10000.0
 """The score of a hidden key, as in Megatron and Transformer Engine."""
+
+_PARTS_APART = 0x2545F4914F6CDD1D
+"""Between the seeds of parts of one attention that drop keys independently."""
 
 _ROWS_AT_ONCE = 256
 """A mask is compared in slices of so many queries, so that no second mask is made."""
@@ -111,8 +115,8 @@ class DotProductAttention(ExtraState):
         window_size: how many keys before and after its own a query sees, -1 for all.
         softmax_scale: 1 / sqrt(size of a head) if None.
         get_rng_state_tracker: dropout draws from its fork, but for sequence parallelism.
-        options: what else Transformer Engine takes (context parallelism, attention sinks, ...): refused
-            if set.
+        cp_group, cp_comm_type: the ranks that share the sequences: `set_context_parallel_group`.
+        options: what else Transformer Engine takes (attention sinks, ...): refused if set.
 
     State dict: `_extra_state` (empty).
     """
@@ -134,14 +138,17 @@ class DotProductAttention(ExtraState):
         attention_type: str = "self",
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
+        cp_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None = None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
         **options: Any,
     ) -> None:
         if softmax_type != "vanilla":
             options["softmax_type"] = softmax_type
-        if options.get("cp_group") is not None:
-            raise NotImplementedError("DotProductAttention: accel has no context parallelism yet")
         refuse_options(type(self).__name__, options)
         super().__init__()
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = num_gqa_groups or num_attention_heads
         self.tp_size = tp_size if tp_group is None else tp_group.size()
@@ -163,11 +170,20 @@ class DotProductAttention(ExtraState):
         self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
 
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+        self,
+        cp_group: dist.ProcessGroup | Sequence[dist.ProcessGroup] | None,
+        cp_global_ranks: Any,
+        cp_stream: Any,
+        cp_comm_type: str = "p2p",
     ) -> None:
-        """Raises NotImplementedError for a group of more than one rank."""
-        if cp_group is not None and cp_group.size() > 1:
-            raise NotImplementedError("DotProductAttention: accel has no context parallelism yet")
+        """From now on the sequences are split over `cp_group`; None: over nobody.
+
+        Args:
+            cp_group, cp_comm_type: see `accel.parallel.context.ContextGroups.of`.
+            cp_global_ranks, cp_stream: not needed here.
+        """
+        self.cp_comm_type = cp_comm_type
+        self.context_groups = None if cp_group is None else ContextGroups.of(cp_group, cp_comm_type)
 
     def forward(
         self,
@@ -219,13 +235,24 @@ class DotProductAttention(ExtraState):
             starts = packed_starts(
                 (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded), causal
             )
-            how = {"causal": causal, "window": window, **starts}
-            return self._fused(query_layer, key_layer, value_layer, how)
+            mask: dict[str, Any] = {"causal": causal, "window": window}
+            if self.context_groups is not None:
+                return self._split(query_layer, key_layer, value_layer, mask, **starts)
+            return self._fused(query_layer, key_layer, value_layer, {**mask, **starts})
         qkv = [query_layer, key_layer, value_layer]
         if layout == "bshd":
             qkv = [t.transpose(0, 1) for t in qkv]
         q, k, v = qkv
         bias = None if core_attention_bias_type == "no_bias" else core_attention_bias
+        if self.context_groups is not None:
+            masked = attention_mask is not None and (kind == "arbitrary" or "padding" in kind)
+            if masked or bias is not None:
+                raise ValueError(
+                    f"context parallelism: attn_mask_type={kind!r} with a mask or a bias of its own; a "
+                    "split sequence can have a causal mask or none"
+                )
+            out = self._split(q, k, v, {"causal": "causal" in kind, "window": window})
+            return out.transpose(0, 1) if layout == "bshd" else out
         served, reason = _as_options(kind, window, attention_mask, q.shape[0], k.shape[0])
         if bias is not None:
             reason = "an attention bias"
@@ -238,11 +265,36 @@ class DotProductAttention(ExtraState):
             out = self._plain(q, k, v, hidden, bias)
         return out.transpose(0, 1) if layout == "bshd" else out
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
+    def _split(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        how: dict[str, Any],
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+    ) -> Tensor:
+        if (
+            cu_seqlens_q is not None
+            and cu_seqlens_k is not None
+            and not torch.equal(cu_seqlens_q, cu_seqlens_k)
+        ):
+            raise ValueError(
+                "context parallelism: packed queries and keys of different lengths; a split sequence "
+                "attends to itself"
+            )
+        assert self.context_groups is not None
+        groups = self.context_groups
+        return context_attention(self._fused, q, k, v, groups, starts=cu_seqlens_q, **how)
+
+    def _fused(
+        self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any], *, part: int = 0
+    ) -> Tensor:
         dropout: dict[str, Any] = {}
         if self.training and self.attention_dropout > 0:
             with self._random_stream():
-                dropout = {"dropout": self.attention_dropout, "seed": draw_seed(q.device)}
+                seed = draw_seed(q.device) + part * _PARTS_APART
+                dropout = {"dropout": self.attention_dropout, "seed": seed}
         compute = attention_ref if attention is None else attention
         out, _ = compute(q, k, v, softmax_scale=self.softmax_scale, **how, **dropout)
         return out.flatten(-2)
