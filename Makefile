@@ -37,6 +37,10 @@ $(VENV)/.megatron: $(VENV)/.requirements
 	        --target $(VENV)/megatron/$$version megatron-core==$$version || exit 1; done
 	@touch $@
 
+$(VENV)/.megatron-tests: $(VENV)/.requirements requirements/megatron-tests.txt
+	$(PY) -m pip install --disable-pip-version-check --quiet -r requirements/megatron-tests.txt
+	@touch $@
+
 $(VENV)/.data: $(VENV)/.native examples/demo/corpus.py
 	$(PY) examples/demo/corpus.py
 	@touch $@
@@ -80,7 +84,7 @@ asan: setup
 
 # Megatron-LM's own unit tests with accel on top; MEGATRON is a clone at a supported version. An hour or two;
 # interrupted, it goes on where it stopped.
-test-megatron: setup
+test-megatron: setup $(VENV)/.megatron-tests
 	@test -n "$(MEGATRON)" || { echo "make test-megatron: give MEGATRON=<a clone of Megatron-LM>"; exit 2; }
 	$(PY) -W ignore -m accel.testing.megatron_tests $(MEGATRON) --report docs/megatron-tests.md
 

@@ -15,6 +15,9 @@ PACKAGE = ROOT / "accel"
 NAMES_MEGATRON = ("patches", "cli")
 """Packages that may import Megatron (``cli`` reports its version)."""
 
+JUDGE = ("testing/megatron_tests.py", "testing/megatron_plugin.py")
+"""They run Megatron's own tests with accel on top: nobody imports them, and they may import anything."""
+
 FORBIDDEN = {
     "patching.py": ("accel", "torch", "megatron"),
     "feature.py": (
@@ -34,7 +37,9 @@ FORBIDDEN = {
 
 
 def imports(file: Path) -> set[str]:
-    found = set()
+    found: set[str] = set()
+    if str(file.relative_to(PACKAGE)) in JUDGE:
+        return found
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}

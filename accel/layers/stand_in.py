@@ -7,14 +7,19 @@ import of their own. FP8 and FP4 are not there yet; whatever would need them rai
 
 from __future__ import annotations
 
+import contextlib
 import types
 from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
 
 from accel.layers import activation, norm, sequence
 from accel.layers.attention import DotProductAttention
 from accel.layers.base import ExtraState, refuse_options
 from accel.layers.grouped_linear import GroupedLinear
 from accel.layers.linear import LayerNormLinear, Linear
+from accel.parallel.context import owners
 
 __all__ = ["LayerNorm", "RMSNorm", "modules"]
 
@@ -77,6 +82,48 @@ class FP8GlobalStateManager:
     def is_fp8_calibration() -> bool:
         return False
 
+    @staticmethod
+    def get_fp8_recipe() -> None:
+        return None
+
+
+def check_fp8_support() -> tuple[bool, str]:
+    return False, "accel's layers compute in fp32, bf16 and fp16 so far"
+
+
+def fp8_autocast(enabled: bool = False, **options: Any) -> contextlib.AbstractContextManager[None]:
+    """Does nothing, unless FP8 is asked for.
+
+    Raises:
+        NotImplementedError: `enabled`.
+    """
+    if enabled:
+        _no_fp8()
+    return contextlib.nullcontext()
+
+
+def activation_recompute_forward(
+    activation_recompute: bool = False, recompute_phase: bool = False
+) -> contextlib.AbstractContextManager[None]:
+    """Where Transformer Engine keeps the FP8 scales of a forward for its repetition: nothing to do."""
+    return contextlib.nullcontext()
+
+
+def thd_get_partitioned_indices(
+    cu_seqlens: Tensor, total_tokens: int, world_size: int, rank: int
+) -> Tensor:
+    """The tokens of a pack that context-parallel rank `rank` of `world_size` holds, int32, in order.
+
+    Args:
+        cu_seqlens: `[sequences + 1]`, where the sequences start, padding counted in.
+    """
+    held = owners(cu_seqlens, total_tokens, world_size) == rank
+    return held.nonzero().view(-1).to(torch.int32)
+
+
+tex = types.SimpleNamespace(thd_get_partitioned_indices=thd_get_partitioned_indices)
+"""Of `transformer_engine_torch`, what Megatron calls besides FP8."""
+
 
 def modules(**distributed: Any) -> dict[str, types.ModuleType]:
     """Dotted name -> module.
@@ -90,7 +137,8 @@ def modules(**distributed: Any) -> dict[str, types.ModuleType]:
     fp8 = _module(
         "pytorch.fp8",
         FP8GlobalStateManager=FP8GlobalStateManager,
-        fp8_autocast=_no_fp8,
+        check_fp8_support=check_fp8_support,
+        fp8_autocast=fp8_autocast,
         fp8_model_init=_no_fp8,
     )
     ops = _module(
@@ -101,7 +149,12 @@ def modules(**distributed: Any) -> dict[str, types.ModuleType]:
         **{name: getattr(sequence, name) for name in sequence.__all__},
         **{name: getattr(activation, name) for name in activation.__all__},
     )
-    ranks = _module("pytorch.distributed", checkpoint=_no_fp8, **distributed)
+    ranks = _module(
+        "pytorch.distributed",
+        activation_recompute_forward=activation_recompute_forward,
+        checkpoint=_no_fp8,
+        **distributed,
+    )
     pytorch = _module(
         "pytorch",
         DotProductAttention=DotProductAttention,

@@ -12,7 +12,7 @@ Weights and their keys are those of Transformer Engine: the norm before a linear
 in what is loaded, and must not hold FP8 scales. The first weights of a dense model are those of the local
 spec with the same seed; checkpoints of either spec load in the other (``spec_checkpoints``).
 
-FP8, FP4, attention sinks, context parallelism and userbuffers are not there yet: asking for one is an error
+FP8, FP4, attention sinks and userbuffers are not there yet: asking for one is an error
 that says so. The feature is idle under ``--transformer-impl local``.
 """
 
@@ -23,11 +23,13 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from packaging.version import Version
 
 from accel.feature import Context, Feature
@@ -37,24 +39,28 @@ from accel.upstream import SUPPORTED_RANGE, te_installed, te_serves
 
 HAVE_TE = True
 
-_EXTENSION = "megatron.core.extensions.transformer_engine"
+EXTENSION = "megatron.core.extensions.transformer_engine"
 _UTILS = "megatron.core.utils"
 _CORE = "megatron.core"
 
 VERSIONS = {
-    _EXTENSION: "2.6.0",
-    f"{_EXTENSION}_spec_provider": "2.6.0",
+    EXTENSION: "2.6.0",
+    f"{EXTENSION}_spec_provider": "2.6.0",
     "megatron.core.models.gpt.gpt_layer_specs": "2.6.0",
     "megatron.core.models.bert.bert_model": "2.6.0",
     "megatron.core.models.backends": "2.6.0",
+    "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": "2.6.0",
+    "megatron.core.models.mimo.partition.utils": "2.6.0",
+    "megatron.core.models.multimodal.llava_model": "2.6.0",
     "megatron.core.transformer.transformer_config": "2.6.0",
 }
-"""Module -> the version of Transformer Engine that it is told.
+"""Module, or top-level package -> the version of Transformer Engine that it is told.
 
 2.6 has delayed weight gradients (2.3), grouped linear layers (1.9), the operations behind fused MLPs
-(1.13), q/k norms (1.9) and padding masks (1.10), which accel's layers serve. Not told, so that Megatron
-itself refuses them: the softmax with an offset (2.8), the largest attention logit (2.9), split attention
-(2.10). The router and permutation of 2.7 and 2.12 are the feature ``moe_fusion``, through other names.
+(1.13), q/k norms (1.9), padding masks and context parallelism (1.10), which accel's layers serve. Not
+told, so that Megatron itself refuses them: the softmax with an offset (2.8), the largest attention logit
+(2.9), split attention (2.10). The router and permutation of 2.7 and 2.12 are the feature ``moe_fusion``,
+through other names.
 Everybody else is told 0: FP8 tensors, CUDA graphs, precision-aware optimizers and userbuffers are decided
 there."""
 
@@ -110,7 +116,20 @@ GUARDED = {
         "TENorm",
         "TESpecProvider",
     ),
+    f"{_CORE}.models.gpt.heterogeneous.heterogeneous_layer_specs": (
+        "TEDotProductAttention",
+        "TELayerNormColumnParallelLinear",
+        "TELayerNormColumnParallelLinearGathered",
+        "TENorm",
+        "TERowParallelLinear",
+    ),
+    f"{_CORE}.models.multimodal.llava_model": ("TEDotProductAttention",),
     f"{_CORE}.transformer.attention": ("TELinear", "TENorm", "set_save_original_input"),
+    f"{_CORE}.transformer.experimental_attention_variant.absorbed_mla": (
+        "TEColumnParallelLinear",
+        "TELinear",
+        "set_save_original_input",
+    ),
     f"{_CORE}.transformer.moe.moe_layer": ("TELinear", "te_checkpoint"),
     f"{_CORE}.transformer.moe.shared_experts": ("TELinear", "set_save_original_input"),
     f"{_CORE}.transformer.multi_latent_attention": (
@@ -124,33 +143,54 @@ GUARDED = {
 }
 """Module -> the names that it leaves ``None`` without Transformer Engine."""
 
+UNBOUND = {
+    f"{_CORE}.models.gpt.experimental_attention_variant_module_specs": ("TESpecProvider",),
+    f"{_CORE}.tensor_parallel.random": (
+        "FP8GlobalStateManager",
+        "activation_recompute_forward",
+        "fp8_autocast",
+    ),
+}
+"""Module -> the names that it does not bind at all without Transformer Engine. That of random numbers reads
+them whenever a layer recomputes its output."""
+
+PARTITION = (
+    f"{_CORE}.models.mimo.partition.utils",
+    f"{_CORE}.models.multimodal.llava_model",
+    f"{_CORE}.ssm.mamba_context_parallel",
+    f"{_CORE}.utils",
+)
+"""Modules that ask Transformer Engine's C++ half, as `tex`, which tokens of a pack a context-parallel rank
+holds."""
+
 SPECS_BY_VALUE = (
     f"{_CORE}.models.hybrid.hybrid_layer_specs",
     f"{_CORE}.models.mamba.mamba_layer_specs",  # 0.17
 )
 """Modules whose specs are made when they are imported."""
 
-UNGUARDED = (f"{_EXTENSION}_spec_provider", f"{_CORE}.models.backends")
+UNGUARDED = (f"{EXTENSION}_spec_provider", f"{_CORE}.models.backends")
 """Those that copied ``None`` from the extension and have no ``HAVE_TE`` of their own."""
 
 
-def execute_extension() -> types.ModuleType:
-    """Megatron's extension as it is when its import of Transformer Engine succeeds.
+@functools.cache
+def execute(name: str) -> types.ModuleType:
+    """A module of Megatron's as it is when its import of Transformer Engine succeeds.
 
     It is no copy that anybody imports, but it is listed with Megatron's modules, under a name that no import
     finds, so that what it has copied from them is patched with theirs.
     """
-    spec = importlib.util.find_spec(_EXTENSION)
+    spec = importlib.util.find_spec(name)
     loader: Any = spec and spec.loader
-    code = loader.get_code(_EXTENSION)
-    module = types.ModuleType(_EXTENSION)  # the name says to whom its code belongs: Megatron
+    code = loader.get_code(name)
+    module = types.ModuleType(name)  # the name says to whom its code belongs: Megatron
     vars(module).update(
-        __package__=_EXTENSION.rpartition(".")[0],
+        __package__=name.rpartition(".")[0],
         __file__=code.co_filename,
-        __builtins__={**vars(builtins), "__import__": _import_here},
+        __builtins__={**vars(builtins), "__import__": import_with_layers},
     )
     exec(code, vars(module))
-    sys.modules[f"{_EXTENSION} (accel)"] = module
+    sys.modules[f"{name} (accel)"] = module
     return module
 
 
@@ -162,21 +202,23 @@ def _modules() -> dict[str, types.ModuleType]:
     utils = types.ModuleType(_UTILS)
     vars(utils).update(vars(importlib.import_module(_UTILS)))
     vars(utils).update(
-        get_te_version=lambda: Version(VERSIONS[_EXTENSION]),
-        is_te_min_version=functools.partial(_is_at_least, VERSIONS[_EXTENSION]),
+        get_te_version=lambda: Version(VERSIONS[EXTENSION]),
+        is_te_min_version=functools.partial(_is_at_least, VERSIONS[EXTENSION]),
     )
     return {**modules, _UTILS: utils}
 
 
-def _import_here(
+def import_with_layers(
     name: str,
     globals: Mapping[str, object] | None = None,
     locals: Mapping[str, object] | None = None,
     fromlist: tuple[str, ...] | None = (),
     level: int = 0,
 ) -> Any:
-    """``__import__`` for the extension alone."""
+    """``__import__`` that finds accel's layers as Transformer Engine's, for the code it is given to."""
     package = name.partition(".")[0]
+    if name == EXTENSION and fromlist:
+        return execute(EXTENSION)
     if package == "transformer_engine" or (name == _UTILS and fromlist):
         found = _modules().get(name if fromlist else package)
         if found is None:
@@ -190,10 +232,15 @@ def _is_at_least(ours: str, version: str, check_equality: bool = True) -> bool:
     return Version(ours) >= wanted if check_equality else Version(ours) > wanted
 
 
+def _told(caller: types.FrameType) -> str | None:
+    name: str = caller.f_globals.get("__name__", "")
+    return VERSIONS.get(name) or VERSIONS.get(name.partition(".")[0])
+
+
 def is_min_version(original: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(original)
     def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-        ours = VERSIONS.get(sys._getframe(1).f_globals.get("__name__", ""))
+        ours = _told(sys._getframe(1))
         if ours is None:
             return original(version, check_equality)
         return _is_at_least(ours, version, check_equality)
@@ -204,7 +251,7 @@ def is_min_version(original: Callable[..., bool]) -> Callable[..., bool]:
 def get_version(original: Callable[[], Any]) -> Callable[[], Any]:
     @functools.wraps(original)
     def get_te_version() -> Any:
-        ours = VERSIONS.get(sys._getframe(1).f_globals.get("__name__", ""))
+        ours = _told(sys._getframe(1))
         return original() if ours is None else Version(ours)
 
     return get_te_version
@@ -225,6 +272,22 @@ def with_final_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         return submodules
 
     return block_submodules
+
+
+def with_te_norm(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        from accel.patches.te_extension import TENorm  # type: ignore[attr-defined]
+
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        if given.arguments["ln_pre_impl"] is torch.nn.LayerNorm:
+            given.arguments["ln_pre_impl"] = TENorm
+        original(*given.args, **given.kwargs)
+
+    return init
 
 
 def build_specs_again() -> Callable[[], None]:
@@ -279,6 +342,14 @@ def _class(module: str, name: str) -> Patch:
     )
 
 
+_FLAGS = (
+    *((module, "HAVE_TE") for module in (EXTENSION, *GUARDED) if module not in UNGUARDED),
+    (f"{_CORE}.models.gpt.experimental_attention_variant_module_specs", "HAVE_TE"),
+    (f"{_CORE}.transformer.heterogeneous.linear_replacements", "HAVE_TE"),
+    (f"{_CORE}.models.mimo.partition.utils", "_HAVE_TEX"),
+    (f"{_CORE}.models.multimodal.llava_model", "HAVE_TEX"),
+)
+
 FEATURE = Feature(
     name="te_layers",
     summary="serve --transformer-impl transformer_engine by accel's layers where it is not installed",
@@ -289,17 +360,42 @@ FEATURE = Feature(
     prepare=refuse_fp8,
     switch_on=build_specs_again,
     patches=(
-        *(_class(_EXTENSION, name) for name in CLASSES),
+        *(_class(EXTENSION, name) for name in CLASSES),
         *(_class(module, name) for module, names in GUARDED.items() for name in names),
         *(
             Patch(
-                target=f"{module}:HAVE_TE",
+                target=f"{module}:{name}",
+                replacement=f"accel.patches.te_extension:{name}",
+                how="provide",
+                why="Without Transformer Engine the name is not bound, and using it is a NameError.",
+                optional=True,
+            )
+            for module, names in UNBOUND.items()
+            for name in names
+        ),
+        *(
+            Patch(
+                target=f"{module}:tex",
+                replacement="accel.patches.te_extension:tex",
+                why="Which tokens of a pack a rank holds needs no Transformer Engine.",
+                optional=True,
+            )
+            for module in PARTITION
+        ),
+        *(
+            Patch(
+                target=f"{module}:{flag}",
                 replacement="accel.patches.te_layers:HAVE_TE",
                 why="There it guards the names above, which are bound now.",
                 optional=True,
             )
-            for module in (_EXTENSION, *GUARDED)
-            if module not in UNGUARDED
+            for module, flag in _FLAGS
+        ),
+        Patch(
+            target=f"{_CORE}.models.vision.clip_vit_model:CLIPViTModel.__init__",
+            replacement="accel.patches.te_layers:with_te_norm",
+            how="wrap",
+            why="Upstream's norm without Transformer Engine is torch's, which does not take its arguments.",
         ),
         Patch(
             target=f"{_CORE}.transformer.transformer_block:_get_block_submodules",

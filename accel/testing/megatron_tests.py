@@ -323,10 +323,14 @@ def _prepare(plain: bool) -> None:
 
     import accel
     from accel.device.cpu.audience import AUDIENCE
+    from accel.patches import FEATURES
 
     torch.set_num_threads(1)
     AUDIENCE.add("tests")  # upstream's tests ask torch.cuda for devices, as Megatron does
-    accel.enable(device="cpu", preset="off" if plain else "fast")
+    off = {feature.name: False for feature in FEATURES} if plain else {}
+    accel.enable(device="cpu", preset="off" if plain else "fast", **off)
+    if not plain:
+        megatron_plugin.let_tests_find_layers()
     for name in (
         "megatron.core.models.gpt",
         "megatron.core.models.T5",
@@ -337,6 +341,7 @@ def _prepare(plain: bool) -> None:
     ):
         importlib.import_module(name)
     megatron_plugin.forbid_downloads()
+    megatron_plugin.have_no_flash_attention()
     megatron_plugin.close_forgotten_groups()
 
 

@@ -145,7 +145,7 @@ def test_dropout_is_off_in_eval_and_repeats_with_the_random_state() -> None:
         ({"attn_mask_type": "diagonal"}, ValueError, "diagonal"),
         ({"tp_size": 3}, ValueError, "no multiple of tp_size=3"),
         ({"softmax_type": "learnable"}, NotImplementedError, "softmax_type"),
-        ({"cp_group": object()}, NotImplementedError, "context parallelism"),
+        ({"cp_group": [], "cp_comm_type": "p2p"}, ValueError, "0 context-parallel groups"),
         ({"return_max_logit": True}, NotImplementedError, "return_max_logit"),
     ],
 )

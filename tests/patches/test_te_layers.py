@@ -83,13 +83,14 @@ def test_what_the_wrappers_copied_from_megatron_is_patched_with_it() -> None:
     before = layers._initialize_affine_weight_cpu
     accel.enable(preset="off", device="cpu")
     try:
-        from accel.patches.te_extension import EXTENSION
+        from accel.patches.te_layers import EXTENSION, execute
 
+        executed = execute(EXTENSION)
         assert layers._initialize_affine_weight_cpu is not before, "cpu_initialization wraps it"
-        assert EXTENSION._initialize_affine_weight_cpu is layers._initialize_affine_weight_cpu
+        assert executed._initialize_affine_weight_cpu is layers._initialize_affine_weight_cpu
     finally:
         accel.disable()
-    assert EXTENSION._initialize_affine_weight_cpu is before
+    assert executed._initialize_affine_weight_cpu is before
 
 
 def test_specs_that_hold_classes_by_value_are_made_again_and_brought_back() -> None:

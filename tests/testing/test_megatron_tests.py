@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,31 +22,63 @@ def result(ended: str = "", **outcomes: str) -> FileResult:
     return FileResult(FILE, "c0ffee", 1.0, outcomes, reasons, ended)
 
 
-def collected(folder: Path, ranks: list[dict[str, str]], ended: str = "") -> FileResult:
+def collected(
+    folder: Path, ranks: list[dict[str, str]], ended: str = ""
+) -> tuple[FileResult, bool]:
     """What `_collect` makes of one dict, test -> outcome, for each rank."""
     for rank, outcomes in enumerate(ranks):
         rows = (
             {"test": f"{FILE}::{t}", "outcome": o, "reason": "why"} for t, o in outcomes.items()
         )
         (folder / f"file.{rank}").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = FileResult(FILE, None, 1.0, ended=ended)
-    megatron_tests._collect(found, folder / "file")
-    return found
+    found = FileResult(FILE, None, 1.0)
+    return found, megatron_tests._collect(found, folder / "file", ended)
 
 
 def test_the_worst_rank_counts(tmp_path: Path) -> None:
     ranks = [{"a": "passed", "b": "skipped", "c": "skipped"} for _ in range(WORLD_SIZE)]
     ranks[3] = {"a": "failed", "b": "passed", "c": "skipped"}
-    found = collected(tmp_path, ranks)
+    found, _ = collected(tmp_path, ranks)
     assert found.outcomes == {"a": "failed", "b": "passed", "c": "skipped"}
 
 
-def test_what_a_killed_file_left_unfinished_has_failed(tmp_path: Path) -> None:
-    ranks = [{"a": "passed", "b": "passed"} for _ in range(WORLD_SIZE)]
-    del ranks[0]["b"]
-    found = collected(tmp_path, ranks, ended="not done after 1 s")
-    assert found.outcomes == {"a": "passed", "b": "failed", "(the file)": "failed"}
-    assert found.reasons["b"] == "not done after 1 s"
+def test_the_test_that_stopped_a_rank_has_failed_and_those_behind_it_are_open(
+    tmp_path: Path,
+) -> None:
+    ranks = [{"a": "passed", "b": "passed", "c": "started"} for _ in range(WORLD_SIZE)]
+    ranks[0] = {"a": "passed", "b": "started"}
+    found, stopped = collected(tmp_path, ranks, ended="a rank's test took too long")
+    assert found.outcomes == {"a": "passed", "b": "failed"}
+    assert found.reasons["b"] == "a rank's test took too long"
+    assert stopped
+
+
+RUN_A_FILE = """
+import argparse, pathlib, sys
+from accel.testing import megatron_tests
+checkout = pathlib.Path(sys.argv[1])
+limits = argparse.Namespace(file_seconds=100, test_seconds=60)
+file = checkout / "tests" / "unit_tests" / "test_x.py"
+print(megatron_tests.run_file(checkout, file, checkout / "results", limits).outcomes)
+"""
+
+
+def test_a_file_goes_on_behind_a_test_that_ends_a_rank(tmp_path: Path) -> None:
+    folder = tmp_path / "tests" / "unit_tests"
+    folder.mkdir(parents=True)
+    ends = "def test_b():\n    if os.environ['RANK'] == '3': os._exit(1)\n    time.sleep(100)"
+    text = (
+        f"import os, time\ndef test_a(): pass\n{ends}\ndef test_c(): assert 0\ndef test_d(): pass\n"
+    )
+    (folder / "test_x.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_A_FILE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    expected = {"test_a": "passed", "test_b": "failed", "test_c": "failed", "test_d": "passed"}
+    assert done.stdout.strip() == str(expected), done.stderr
 
 
 def test_failures_must_be_known_and_known_ones_must_fail() -> None:
