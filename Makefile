@@ -38,7 +38,8 @@ $(VENV)/.megatron: $(VENV)/.requirements
 	@touch $@
 
 $(VENV)/.megatron-tests: $(VENV)/.requirements requirements/megatron-tests.txt
-	$(PY) -m pip install --disable-pip-version-check --quiet -r requirements/megatron-tests.txt
+	$(PY) -m pip install --disable-pip-version-check --quiet --upgrade --target $(VENV)/megatron-tests \
+	    --constraint requirements/dev.txt --requirement requirements/megatron-tests.txt
 	@touch $@
 
 $(VENV)/.data: $(VENV)/.native examples/demo/corpus.py
@@ -86,7 +87,7 @@ asan: setup
 # interrupted, it goes on where it stopped.
 test-megatron: setup $(VENV)/.megatron-tests
 	@test -n "$(MEGATRON)" || { echo "make test-megatron: give MEGATRON=<a clone of Megatron-LM>"; exit 2; }
-	$(PY) -W ignore -m accel.testing.megatron_tests $(MEGATRON) --report docs/megatron-tests.md
+	PYTHONPATH=$(VENV)/megatron-tests $(PY) -W ignore -m accel.testing.megatron_tests $(MEGATRON) --report docs/megatron-tests.md
 
 clean:
 	rm -rf build accel.egg-info accel/_C*.so .pytest_cache .mypy_cache .ruff_cache

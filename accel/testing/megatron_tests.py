@@ -21,7 +21,7 @@ import argparse
 import collections
 import contextlib
 import fnmatch
-import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -173,7 +173,7 @@ def _fork_rank(
         status = pytest.main(
             [
                 str(file),
-                *("-p", "pytest_timeout", "-p", "accel.testing.megatron_plugin"),
+                *(word for plugin in _plugins() for word in ("-p", plugin)),
                 # the thread ends the process with status 1: a rank that waits in C++ hears no signal
                 *(f"--timeout={limits.test_seconds}", "--timeout-method=thread"),
                 *("-p", "no:cacheprovider", "-q", "--tb=short", "--durations=15"),
@@ -185,6 +185,12 @@ def _fork_rank(
         # what cannot be collected is in the results already
         stopped = status in (pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR)
         os._exit(3 if stopped else 0)
+
+
+def _plugins() -> list[str]:
+    """pytest-mock is there under `make test-megatron` only."""
+    mock = ["pytest_mock"] if importlib.util.find_spec("pytest_mock") else []
+    return ["pytest_timeout", *mock, megatron_plugin.__name__]
 
 
 def _collect(result: FileResult, results: Path, ended: str) -> bool:
