@@ -232,29 +232,20 @@ def _is_at_least(ours: str, version: str, check_equality: bool = True) -> bool:
     return Version(ours) >= wanted if check_equality else Version(ours) > wanted
 
 
-def _told(caller: types.FrameType) -> str | None:
-    name: str = caller.f_globals.get("__name__", "")
-    return VERSIONS.get(name) or VERSIONS.get(name.partition(".")[0])
-
-
-def is_min_version(original: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(original)
-    def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-        ours = _told(sys._getframe(1))
-        if ours is None:
-            return original(version, check_equality)
-        return _is_at_least(ours, version, check_equality)
-
-    return is_te_min_version
-
-
 def get_version(original: Callable[[], Any]) -> Callable[[], Any]:
     @functools.wraps(original)
     def get_te_version() -> Any:
-        ours = _told(sys._getframe(1))
+        asks = _module_name(sys._getframe(1))
+        if asks == _UTILS:  # is_te_min_version, on behalf of its own caller
+            asks = _module_name(sys._getframe(2))
+        ours = VERSIONS.get(asks) or VERSIONS.get(asks.partition(".")[0])
         return original() if ours is None else Version(ours)
 
     return get_te_version
+
+
+def _module_name(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def with_final_norm(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -283,8 +274,9 @@ def with_te_norm(original: Callable[..., None]) -> Callable[..., None]:
 
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        if given.arguments["ln_pre_impl"] is torch.nn.LayerNorm:
-            given.arguments["ln_pre_impl"] = TENorm
+        for norm in ("ln_pre_impl", "ln_post_impl"):
+            if given.arguments.get(norm) is torch.nn.LayerNorm:
+                given.arguments[norm] = TENorm
         original(*given.args, **given.kwargs)
 
     return init
@@ -403,13 +395,6 @@ FEATURE = Feature(
             how="wrap",
             expects=("config", "spec", "vp_stage", "pp_rank"),
             why="The final norm of a block that is given one layer spec is Transformer Engine's too.",
-        ),
-        Patch(
-            target=f"{_UTILS}:is_te_min_version",
-            replacement="accel.patches.te_layers:is_min_version",
-            how="wrap",
-            expects=("version", "check_equality"),
-            why="Each gate is told what accel's layers can do.",
         ),
         Patch(
             target=f"{_UTILS}:get_te_version",

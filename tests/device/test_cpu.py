@@ -66,6 +66,15 @@ def test_other_devices_keep_their_meaning() -> None:
         assert torch.empty(2).device.type == "cpu"
 
 
+def test_an_expanded_tensor_has_elements_of_its_own_on_the_device() -> None:
+    for move in (lambda t: t.cuda(), lambda t: t.to("cuda"), lambda t: t.to(device="cuda:0")):
+        row = torch.arange(3)
+        moved = move(row.expand(2, 3))
+        moved[0, 0] = 7
+        assert moved.tolist() == [[7, 1, 2], [0, 1, 2]]
+        assert row.tolist() == [0, 1, 2]
+
+
 def test_audience_hears_cuda_everybody_else_the_truth() -> None:
     x = torch.ones(2, dtype=torch.bfloat16)
     assert torch.cuda.is_available()

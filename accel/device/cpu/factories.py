@@ -61,7 +61,10 @@ def tensor_to(to: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(asked, (str, int, torch.device)):
                 args = (host(asked), *args[1:])
         out = to(self, *args, **kwargs)
-        return _own_copy(self, out) if _is_cpu(asked) and addressed() else out
+        if _is_cpu(asked):
+            return _own_copy(self, out) if addressed() else out
+        on_device = isinstance(asked, (str, int, torch.device))
+        return _unrepeated(out) if on_device and addressed() else out
 
     return to_on_host
 
@@ -86,9 +89,15 @@ def tensor_cuda(cuda: Callable[..., Any]) -> Callable[..., Any]:
         non_blocking: bool = False,
         memory_format: torch.memory_format = torch.preserve_format,
     ) -> torch.Tensor:
-        return self.to(_CPU, memory_format=memory_format)
+        return _unrepeated(self.to(_CPU, memory_format=memory_format))
 
     return stay_on_host
+
+
+def _unrepeated(tensor: torch.Tensor) -> torch.Tensor:
+    """What an expanded tensor is once it is on a device: every element has a place of its own."""
+    repeats = any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.contiguous() if repeats else tensor
 
 
 def tensor_type(type_: Callable[..., Any]) -> Callable[..., Any]:
