@@ -96,7 +96,9 @@ def tensor_cuda(cuda: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unrepeated(tensor: torch.Tensor) -> torch.Tensor:
     """What an expanded tensor is once it is on a device: every element has a place of its own."""
-    repeats = any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True))
+    repeats = any(
+        step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)
+    )
     return tensor.contiguous() if repeats else tensor
 
 
