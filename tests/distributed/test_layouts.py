@@ -37,6 +37,14 @@ LAYOUTS = {
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
         " --accel-linear-cross-entropy",
     ),
+    "cp2_p2p": ("dense", "--context-parallel-size 2"),
+    "cp2_a2a": ("dense", "--context-parallel-size 2 --cp-comm-type a2a"),
+    "cp2_distributed_optimizer": (
+        "dense",
+        "--context-parallel-size 2 --cp-comm-type all_gather --use-distributed-optimizer"
+        " --overlap-grad-reduce --overlap-param-gather",
+    ),
+    "cp2_ep2": ("moe", "--context-parallel-size 2 --expert-model-parallel-size 2"),
     "ep2_alltoall": ("moe", "--expert-model-parallel-size 2"),
     "ep2_alltoall_fused": (
         "moe",
