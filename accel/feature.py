@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -71,6 +72,8 @@ class Feature:
     prepare: Callable[[Context], Sequence[str]] | None = None
     """Called before Megatron's own validation; may change ``context.args`` and returns a line for
     each that it changed."""
+    around_validation: Callable[[Context], AbstractContextManager[None]] | None = None
+    """Entered for the length of Megatron's own validation, when no feature is on yet."""
     switch_on: Callable[[], Callable[[], None]] | None = None
     """For what is no attribute of a module (a dispatcher kernel, say); returns the function that
     undoes it."""

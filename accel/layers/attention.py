@@ -38,6 +38,7 @@ MASK_TYPES = (
     "padding_causal_bottom_right",
     "arbitrary",
 )
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 HIDDEN = -10000.0
 """The score of a hidden key, as in Megatron and Transformer Engine."""
 
@@ -116,9 +117,13 @@ class DotProductAttention(ExtraState):
         softmax_scale: 1 / sqrt(size of a head) if None.
         get_rng_state_tracker: dropout draws from its fork, but for sequence parallelism.
         cp_group, cp_comm_type: the ranks that share the sequences: `set_context_parallel_group`.
-        options: what else Transformer Engine takes (attention sinks, ...): refused if set.
+        softmax_type: `vanilla`; `off-by-one`, one more key with score 0 and value 0 in every row;
+            `learnable`, the same with a score for each head, the parameter `softmax_offset`. The latter two
+            take the plain path.
+        return_max_logit: return the largest scaled score of each head beside the result; plain path.
+        options: what else Transformer Engine takes: refused if set.
 
-    State dict: `_extra_state` (empty).
+    State dict: `_extra_state` (empty), and `softmax_offset [H]` if it is learnable.
     """
 
     def __init__(
@@ -142,10 +147,13 @@ class DotProductAttention(ExtraState):
         cp_global_ranks: Any = None,
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
+        return_max_logit: bool = False,
         **options: Any,
     ) -> None:
-        if softmax_type != "vanilla":
-            options["softmax_type"] = softmax_type
+        if softmax_type not in SOFTMAX_TYPES:
+            raise ValueError(
+                f"softmax_type={softmax_type!r}: use one of {', '.join(SOFTMAX_TYPES)}"
+            )
         refuse_options(type(self).__name__, options)
         super().__init__()
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
@@ -168,6 +176,20 @@ class DotProductAttention(ExtraState):
         self.attention_type = attention_type
         self.layer_number = layer_number
         self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
+        self.return_max_logit = return_max_logit
+        self.softmax_type = softmax_type
+        heads = self.num_attention_heads // self.tp_size
+        self.softmax_offset: Tensor | None = None
+        if softmax_type == "off-by-one":
+            self.softmax_offset = torch.zeros(heads)
+        elif softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads))
+
+    def _only_plain(self) -> str | None:
+        """Why no call can take the fast path."""
+        if self.softmax_offset is not None:
+            return f"softmax_type={self.softmax_type!r}"
+        return "the largest logit is asked for" if self.return_max_logit else None
 
     def set_context_parallel_group(
         self,
@@ -205,7 +227,7 @@ class DotProductAttention(ExtraState):
         core_attention_bias: Tensor | None = None,
         pad_between_seqs: bool | None = None,
         **options: Any,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Attention of one rank's heads.
 
         Args:
@@ -218,7 +240,8 @@ class DotProductAttention(ExtraState):
             core_attention_bias: added to the scaled scores, broadcastable to `[B, H, queries, keys]`.
 
         Returns:
-            The layout of the query with its last two dimensions as one.
+            The layout of the query with its last two dimensions as one; and the largest scores `[H]`, fp32,
+            under `return_max_logit`.
         """
         refuse_options("DotProductAttention.forward", options)
         layout = qkv_format or self.qkv_format
@@ -235,6 +258,10 @@ class DotProductAttention(ExtraState):
             starts = packed_starts(
                 (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded), causal
             )
+            if reason := self._only_plain():
+                raise NotImplementedError(
+                    f"packed sequences: {reason}; accel has that for sbhd and bshd"
+                )
             mask: dict[str, Any] = {"causal": causal, "window": window}
             if self.context_groups is not None:
                 return self._split(query_layer, key_layer, value_layer, mask, **starts)
@@ -245,6 +272,10 @@ class DotProductAttention(ExtraState):
         q, k, v = qkv
         bias = None if core_attention_bias_type == "no_bias" else core_attention_bias
         if self.context_groups is not None:
+            if reason := self._only_plain():
+                raise NotImplementedError(
+                    f"context parallelism: {reason}; accel has that on one rank"
+                )
             masked = attention_mask is not None and (kind == "arbitrary" or "padding" in kind)
             if masked or bias is not None:
                 raise ValueError(
@@ -254,16 +285,16 @@ class DotProductAttention(ExtraState):
             out = self._split(q, k, v, {"causal": "causal" in kind, "window": window})
             return out.transpose(0, 1) if layout == "bshd" else out
         served, reason = _as_options(kind, window, attention_mask, q.shape[0], k.shape[0])
-        if bias is not None:
-            reason = "an attention bias"
+        reason = "an attention bias" if bias is not None else self._only_plain() or reason
         if attention is not None and reason is None:
             out = self._fused(q, k, v, served)
         else:
             if attention is not None and reason is not None:
                 log_fallback("attention", reason)
             hidden = _hidden(kind, window, attention_mask, q, k)
-            out = self._plain(q, k, v, hidden, bias)
-        return out.transpose(0, 1) if layout == "bshd" else out
+            out, max_logit = self._plain(q, k, v, hidden, bias)
+        out = out.transpose(0, 1) if layout == "bshd" else out
+        return (out, max_logit) if self.return_max_logit else out
 
     def _split(
         self,
@@ -301,7 +332,8 @@ class DotProductAttention(ExtraState):
 
     def _plain(
         self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, bias: Tensor | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        """The result, and the largest score of each head if it is to be returned."""
         group = q.shape[2] // k.shape[2]
         k, v = (t.repeat_interleave(group, dim=2) if group > 1 else t for t in (k, v))
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [B, H, S, D]
@@ -310,11 +342,18 @@ class DotProductAttention(ExtraState):
             scores = scores + bias
         if hidden is not None:
             scores = scores.masked_fill(hidden, HIDDEN)
+        max_logit = None
+        if self.return_max_logit:
+            max_logit = scores.detach().float().amax(dim=(0, 2, 3))
+        if self.softmax_offset is not None:  # a key of value 0
+            sink = self.softmax_offset.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sink], dim=-1)
         probs = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+        probs = probs[..., : k.shape[2]]
         if self.training and self.attention_dropout > 0:
             with self._random_stream():
                 probs = torch.nn.functional.dropout(probs, self.attention_dropout)
-        return (probs @ v).permute(2, 0, 1, 3).flatten(-2)
+        return (probs @ v).permute(2, 0, 1, 3).flatten(-2), max_logit
 
     def _random_stream(self) -> Any:
         tracker = self.get_rng_state_tracker

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -125,12 +126,15 @@ tex = types.SimpleNamespace(thd_get_partitioned_indices=thd_get_partitioned_indi
 """Of `transformer_engine_torch`, what Megatron calls besides FP8."""
 
 
-def modules(**distributed: Any) -> dict[str, types.ModuleType]:
+def modules(
+    distributed: Mapping[str, Any], router: Mapping[str, Any]
+) -> dict[str, types.ModuleType]:
     """Dotted name -> module.
 
     Args:
-        distributed: what `transformer_engine.pytorch.distributed` gets besides `checkpoint`: the class
-            of the random number tracker is its user's own.
+        distributed: what `transformer_engine.pytorch.distributed` gets besides: the class of the random
+            number tracker is its user's own.
+        router: what `transformer_engine.pytorch.router` gets.
     """
     recipe = _module("common.recipe", DelayedScaling=DelayedScaling)
     common = _module("common", recipe=recipe)
@@ -170,7 +174,8 @@ def modules(**distributed: Any) -> dict[str, types.ModuleType]:
         quantized_model_init=_no_fp8,
     )
     package = _module("", common=common, pytorch=pytorch)
-    return {m.__name__: m for m in (package, common, recipe, pytorch, fp8, ops, ranks)}
+    routing = _module("pytorch.router", **router)
+    return {m.__name__: m for m in (package, common, recipe, pytorch, fp8, ops, ranks, routing)}
 
 
 def _module(name: str, **names: Any) -> types.ModuleType:

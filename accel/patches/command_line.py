@@ -78,13 +78,13 @@ def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
         context = Context(SESSION.require_device().name, megatron_version() or "", args)
         wishes = {**_PARSED, **{k: v for k, v in vars(args).items() if k.startswith("accel_")}}
         explicit = {f.name: wishes.get(f"accel_{f.name}") for f in FEATURES}
-        notes = [
-            note
-            for f in FEATURES
-            if f.prepare is not None and explicit[f.name] is not False
-            for note in f.prepare(context)
-        ]
-        with _connections_allowed(context):
+        wanted = [f for f in FEATURES if explicit[f.name] is not False]
+        notes = [note for f in wanted if f.prepare is not None for note in f.prepare(context)]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_connections_allowed(context))
+            for f in wanted:
+                if f.around_validation is not None:
+                    stack.enter_context(f.around_validation(context))
             validated = validate_args(args, defaults)
         SESSION.apply(
             preset=wishes.get("accel_preset", "fast"),

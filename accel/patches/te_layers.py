@@ -12,13 +12,14 @@ Weights and their keys are those of Transformer Engine: the norm before a linear
 in what is loaded, and must not hold FP8 scales. The first weights of a dense model are those of the local
 spec with the same seed; checkpoints of either spec load in the other (``spec_checkpoints``).
 
-FP8, FP4, attention sinks and userbuffers are not there yet: asking for one is an error
+FP8, FP4 and userbuffers are not there yet: asking for one is an error
 that says so. The feature is idle under ``--transformer-impl local``.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -26,12 +27,13 @@ import importlib.util
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from packaging.version import Version
 
+from accel import patching
 from accel.feature import Context, Feature
 from accel.layers import stand_in
 from accel.patching import Patch
@@ -44,23 +46,24 @@ _UTILS = "megatron.core.utils"
 _CORE = "megatron.core"
 
 VERSIONS = {
-    EXTENSION: "2.6.0",
-    f"{EXTENSION}_spec_provider": "2.6.0",
-    "megatron.core.models.gpt.gpt_layer_specs": "2.6.0",
-    "megatron.core.models.bert.bert_model": "2.6.0",
-    "megatron.core.models.backends": "2.6.0",
-    "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": "2.6.0",
-    "megatron.core.models.mimo.partition.utils": "2.6.0",
-    "megatron.core.models.multimodal.llava_model": "2.6.0",
-    "megatron.core.transformer.transformer_config": "2.6.0",
+    EXTENSION: "2.9.0",
+    f"{EXTENSION}_spec_provider": "2.9.0",
+    "megatron.core.models.gpt.gpt_layer_specs": "2.9.0",
+    "megatron.core.models.bert.bert_model": "2.9.0",
+    "megatron.core.models.backends": "2.9.0",
+    "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": "2.9.0",
+    "megatron.core.models.mimo.partition.utils": "2.9.0",
+    "megatron.core.models.multimodal.llava_model": "2.9.0",
+    "megatron.core.transformer.transformer_config": "2.9.0",
+    "megatron.training.arguments": "2.9.0",
 }
 """Module, or top-level package -> the version of Transformer Engine that it is told.
 
-2.6 has delayed weight gradients (2.3), grouped linear layers (1.9), the operations behind fused MLPs
-(1.13), q/k norms (1.9), padding masks and context parallelism (1.10), which accel's layers serve. Not
-told, so that Megatron itself refuses them: the softmax with an offset (2.8), the largest attention logit
-(2.9), split attention (2.10). The router and permutation of 2.7 and 2.12 are the feature ``moe_fusion``,
-through other names.
+2.9 has delayed weight gradients (2.3, with overlapped reductions 2.8), grouped linear layers (1.9), the
+operations behind fused MLPs (1.13), q/k norms (1.9), padding masks and context parallelism (1.10), the
+softmax with an offset (2.8) and the largest attention logit (2.9), which accel's layers serve. Not told, so
+that Megatron itself refuses it: split attention (2.10). The router and permutation of 2.7 and 2.12 are the
+feature ``moe_fusion``, through other names.
 Everybody else is told 0: FP8 tensors, CUDA graphs, precision-aware optimizers and userbuffers are decided
 there."""
 
@@ -198,7 +201,13 @@ def execute(name: str) -> types.ModuleType:
 def _modules() -> dict[str, types.ModuleType]:
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-    modules = stand_in.modules(CudaRNGStatesTracker=CudaRNGStatesTracker)
+    from accel.patches import moe_fusion
+
+    router = ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss")
+    modules = stand_in.modules(
+        distributed={"CudaRNGStatesTracker": CudaRNGStatesTracker},
+        router={n: getattr(moe_fusion, n) for n in (*router, "fused_topk_with_score_function")},
+    )
     utils = types.ModuleType(_UTILS)
     vars(utils).update(vars(importlib.import_module(_UTILS)))
     vars(utils).update(
@@ -246,6 +255,19 @@ def get_version(original: Callable[[], Any]) -> Callable[[], Any]:
 
 def _module_name(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
+
+
+@contextlib.contextmanager
+def told_while_validating(context: Context) -> Iterator[None]:
+    """Megatron's validation of its arguments asks for versions too, before any feature is on."""
+    if _idle(context):
+        yield
+        return
+    told = patching.apply([_VERSION])
+    try:
+        yield
+    finally:
+        told.undo()
 
 
 def with_final_norm(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -334,6 +356,14 @@ def _class(module: str, name: str) -> Patch:
     )
 
 
+_VERSION = Patch(
+    target=f"{_UTILS}:get_te_version",
+    replacement="accel.patches.te_layers:get_version",
+    how="wrap",
+    expects=(),
+    why="Each gate is told what accel's layers can do.",
+)
+
 _FLAGS = (
     *((module, "HAVE_TE") for module in (EXTENSION, *GUARDED) if module not in UNGUARDED),
     (f"{_CORE}.models.gpt.experimental_attention_variant_module_specs", "HAVE_TE"),
@@ -350,6 +380,7 @@ FEATURE = Feature(
     megatron=SUPPORTED_RANGE,
     idle=_idle,
     prepare=refuse_fp8,
+    around_validation=told_while_validating,
     switch_on=build_specs_again,
     patches=(
         *(_class(EXTENSION, name) for name in CLASSES),
@@ -396,12 +427,6 @@ FEATURE = Feature(
             expects=("config", "spec", "vp_stage", "pp_rank"),
             why="The final norm of a block that is given one layer spec is Transformer Engine's too.",
         ),
-        Patch(
-            target=f"{_UTILS}:get_te_version",
-            replacement="accel.patches.te_layers:get_version",
-            how="wrap",
-            expects=(),
-            why="Each gate is told what accel's layers can do.",
-        ),
+        _VERSION,
     ),
 )

@@ -144,9 +144,9 @@ def test_dropout_is_off_in_eval_and_repeats_with_the_random_state() -> None:
     [
         ({"attn_mask_type": "diagonal"}, ValueError, "diagonal"),
         ({"tp_size": 3}, ValueError, "no multiple of tp_size=3"),
-        ({"softmax_type": "learnable"}, NotImplementedError, "softmax_type"),
+        ({"softmax_type": "sink"}, ValueError, "softmax_type='sink': use one of vanilla"),
         ({"cp_group": [], "cp_comm_type": "p2p"}, ValueError, "0 context-parallel groups"),
-        ({"return_max_logit": True}, NotImplementedError, "return_max_logit"),
+        ({"num_splits": 2}, NotImplementedError, "num_splits"),
     ],
 )
 def test_what_it_cannot_do_is_named(options: dict, error: type, words: str) -> None:
@@ -170,3 +170,44 @@ def test_masks_are_looked_at_once_and_again_when_they_change() -> None:
     before = len(layers._KINDS)
     del mask
     assert len(layers._KINDS) < before
+
+
+@pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
+def test_a_softmax_with_an_offset_has_one_more_key_of_value_0(softmax_type: str) -> None:
+    q, k, v = qkv()
+    attend = layer(softmax_type=softmax_type)
+    offset = torch.linspace(-1, 2, H)
+    if softmax_type == "learnable":
+        assert list(attend.state_dict()) == ["softmax_offset", "_extra_state"]
+        with torch.no_grad():
+            attend.softmax_offset.copy_(offset)
+    else:
+        assert list(attend.state_dict()) == ["_extra_state"]
+        offset = torch.zeros(H)
+    keys, values = (t.double().repeat_interleave(H // G, dim=2) for t in (k, v))
+    scores = torch.einsum("qbhd,kbhd->bhqk", q.double(), keys) / D**0.5
+    weights = scores.masked_fill(upper(S, S), -torch.inf).exp()
+    probs = weights / (weights.sum(-1, keepdim=True) + offset.double().exp().view(-1, 1, 1))
+    expected = torch.einsum("bhqk,kbhd->qbhd", probs, values).flatten(-2)
+    out = attend(q, k, v, None)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    if softmax_type == "learnable":
+        out.sum().backward()
+        assert attend.softmax_offset.grad.abs().min() > 0
+
+
+def test_the_largest_logit_of_each_head() -> None:
+    q, k, v = qkv()
+    out, largest = layer(return_max_logit=True)(q, k, v, None)
+    keys = k.repeat_interleave(H // G, dim=2)
+    scores = (torch.einsum("qbhd,kbhd->bhqk", q, keys) / D**0.5).masked_fill(upper(S, S), HIDDEN)
+    torch.testing.assert_close(largest, scores.amax((0, 2, 3)))
+    torch.testing.assert_close(out, written_out(q, k, v, upper(S, S)))
+
+
+@pytest.mark.parametrize("options", [{"softmax_type": "learnable"}, {"return_max_logit": True}])
+def test_packs_have_no_softmax_offset_and_no_largest_logit(options: dict[str, object]) -> None:
+    starts = torch.tensor([0, S], dtype=torch.int32)
+    q, k, v = (t[:, 0] for t in qkv())
+    with pytest.raises(NotImplementedError, match="packed sequences"):
+        layer(qkv_format="thd", **options)(q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts)
