@@ -130,8 +130,9 @@ def _reason(report: Any) -> str:
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
-    text = crash.message if crash is not None else str(report.longrepr).strip().splitlines()[-1]
-    return " ".join(text.split())[:200]
+    if crash is None:
+        return " ".join(str(report.longrepr).strip().splitlines()[-1].split())[:200]
+    return f"{' '.join(crash.message.split())[:200]} ({Path(crash.path).name}:{crash.lineno})"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
