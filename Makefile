@@ -56,6 +56,7 @@ check: $(VENV)/.requirements
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	@! git grep -nE '^(<{7}|>{7}) ' || { echo "make check: conflict markers"; exit 1; }
 
 format: $(VENV)/.requirements
 	$(PY) -m ruff check --fix .

@@ -12,8 +12,18 @@ Weights and their keys are those of Transformer Engine: the norm before a linear
 in what is loaded, and must not hold FP8 scales. The first weights of a dense model are those of the local
 spec with the same seed; checkpoints of either spec load in the other (``spec_checkpoints``).
 
-FP8, FP4 and userbuffers are not there yet: asking for one is an error
-that says so. The feature is idle under ``--transformer-impl local``.
+What Megatron asks the version of Transformer Engine for, and what it is told, module by module: 2.9 where
+accel's layers serve what the gate guards (grouped linear layers 1.9, q/k norms 1.9, padding masks and context
+parallelism 1.10, fused MLPs 1.13, delayed weight gradients 2.3 and 2.8, the softmax with an offset 2.8, the
+largest attention logit 2.9); 0 where FP8 and FP4 tensors, CUDA graphs, userbuffers or an optimizer of its own
+are decided. So Megatron itself refuses split attention (2.10) and the grouped operations of 2.14.
+
+Context parallelism, for which stock needs Transformer Engine: ``--cp-comm-type p2p`` and ``all_gather``
+gather the keys and values of a layer, ``a2a`` exchanges heads, ``a2a+p2p`` does both; packed sequences too.
+The softmax with an offset and the largest logit take a path that stores queries x keys, and a line says so.
+
+FP8, FP4 and userbuffers are not there yet: asking for one is an error that says so. The feature is idle under
+``--transformer-impl local``.
 """
 
 from __future__ import annotations
