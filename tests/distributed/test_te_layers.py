@@ -24,6 +24,7 @@ LAYOUTS = {
             " --dist-ckpt-optim-fully-reshardable"
         ).split(),
     ),
+    "ep2_moe": (2, [*MOE, *"--expert-model-parallel-size 2".split()]),
     "pp2_moe_grouped": (
         2,
         [*MOE, *"--pipeline-model-parallel-size 2 --moe-grouped-gemm".split()],

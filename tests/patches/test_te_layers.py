@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import sys
@@ -10,8 +11,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import accel
+from accel.feature import Context
+from accel.patches import te_layers
 from accel.patches.spec_checkpoints import as_saved, other_order
 from accel.patches.te_layers import VERSIONS
 
@@ -41,6 +45,40 @@ def test_each_gate_is_told_what_the_layers_can_do(enabled: None) -> None:
         assert not asked_by(module, "2.10.0"), "split attention is refused"
     for module in ("megatron.core.fp8_utils", "megatron.core.optimizer"):
         assert not asked_by(module, "1.0.0")
+
+
+def test_validation_is_told_before_any_feature_is_on() -> None:
+    def told() -> bool:
+        return asked_by("megatron.training.arguments", "2.9.0")
+
+    for impl, expected in (("transformer_engine", True), ("local", False)):
+        context = Context("cpu", "0.19.2", argparse.Namespace(transformer_impl=impl))
+        with te_layers.told_while_validating(context):
+            assert told() is expected
+        assert not told()
+
+
+def test_a_layer_that_recomputes_its_output_asks_for_fp8_and_is_told_no(enabled: None) -> None:
+    """Upstream takes `fp8=False` for FP8, and reads a name that only Transformer Engine binds."""
+    from megatron.core.tensor_parallel import random
+
+    random.initialize_rng_tracker()
+    x = torch.randn(4, requires_grad=True)
+    layer = random.CheckpointWithoutOutput(fp8=False)
+    y = layer.checkpoint(torch.sigmoid, x)
+    product = y * 3
+    layer.discard_output_and_register_recompute(product)
+    product.sum().backward()
+    expected = torch.sigmoid(x.detach())
+    torch.testing.assert_close(x.grad, 3 * expected * (1 - expected))
+
+
+def test_the_tokens_of_a_pack_that_a_rank_holds(enabled: None) -> None:
+    from megatron.core import utils
+
+    starts = torch.tensor([0, 8, 12], dtype=torch.int32)
+    held = [utils.tex.thd_get_partitioned_indices(starts, 12, 2, rank).tolist() for rank in (0, 1)]
+    assert held == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
 
 
 def test_nobody_else_finds_the_package(enabled: None) -> None:
