@@ -24,12 +24,19 @@ FORGOTTEN_GROUPS = 400
 """Closing them takes a second, so they may gather: a model parallel state makes about 80."""
 
 
-def let_tests_find_layers() -> None:
+def show_device_to(package: str) -> None:
+    """Upstream's tests ask torch.cuda for devices, as Megatron does."""
+    from accel.device.cpu.audience import AUDIENCE
+
+    AUDIENCE.add(package)
+
+
+def show_layers_to(package: str) -> None:
     """Upstream's tests import Transformer Engine themselves, for a probe or an `isinstance`, and ask for its
     version. In this run alone they find what Megatron's extension finds; everybody else is told the truth."""
     from accel.patches import te_layers
 
-    te_layers.VERSIONS["tests"] = te_layers.VERSIONS[te_layers.EXTENSION]
+    te_layers.VERSIONS[package] = te_layers.VERSIONS[te_layers.EXTENSION]
     find = builtins.__import__
 
     @functools.wraps(find)
@@ -37,7 +44,7 @@ def let_tests_find_layers() -> None:
         name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
     ) -> Any:
         asks = str((globals or {}).get("__name__", "")).partition(".")[0]
-        if asks == "tests" and name.partition(".")[0] == "transformer_engine":
+        if asks == package and name.partition(".")[0] == "transformer_engine":
             return te_layers.import_with_layers(name, globals, locals, fromlist, level)
         return find(name, globals, locals, fromlist, level)
 

@@ -170,6 +170,10 @@ def _fork_rank(
     os.chdir(checkout)
     import pytest
 
+    for package in ("tests", file.stem):  # the latter in folders that are no packages
+        megatron_plugin.show_device_to(package)
+        if not limits.plain:
+            megatron_plugin.show_layers_to(package)
     status: int = pytest.ExitCode.INTERNAL_ERROR
     try:
         status = pytest.main(
@@ -352,15 +356,11 @@ def _prepare(plain: bool) -> None:
     import torch
 
     import accel
-    from accel.device.cpu.audience import AUDIENCE
     from accel.patches import FEATURES
 
     torch.set_num_threads(1)
-    AUDIENCE.add("tests")  # upstream's tests ask torch.cuda for devices, as Megatron does
     off = {feature.name: False for feature in FEATURES} if plain else {}
     accel.enable(device="cpu", preset="off" if plain else "fast", **off)
-    if not plain:
-        megatron_plugin.let_tests_find_layers()
     for name in (
         "megatron.core.models.gpt",
         "megatron.core.models.T5",

@@ -57,7 +57,7 @@ RUN_A_FILE = """
 import argparse, pathlib, sys
 from accel.testing import megatron_tests
 checkout = pathlib.Path(sys.argv[1])
-limits = argparse.Namespace(file_seconds=100, test_seconds=60)
+limits = argparse.Namespace(file_seconds=100, test_seconds=60, plain=True)
 file = checkout / "tests" / "unit_tests" / "test_x.py"
 print(megatron_tests.run_file(checkout, file, checkout / "results", limits).outcomes)
 """
