@@ -324,7 +324,8 @@ class DotProductAttention(ExtraState):
         dropout: dict[str, Any] = {}
         if self.training and self.attention_dropout > 0:
             with self._random_stream():
-                seed = draw_seed(q.device) + part * _PARTS_APART
+                apart = (part * _PARTS_APART + 2**63) % 2**64 - 2**63  # as int64 wraps around
+                seed = draw_seed(q.device) + apart
                 dropout = {"dropout": self.attention_dropout, "seed": seed}
         compute = attention_ref if attention is None else attention
         out, _ = compute(q, k, v, softmax_scale=self.softmax_scale, **how, **dropout)

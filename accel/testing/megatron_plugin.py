@@ -20,8 +20,6 @@ import torch.distributed as dist
 from packaging.version import Version
 
 RESULTS = "ACCEL_UPSTREAM_RESULTS"
-FORGOTTEN_GROUPS = 400
-"""Closing them takes a second, so they may gather: a model parallel state makes about 80."""
 
 
 def show_device_to(package: str) -> None:
@@ -71,36 +69,48 @@ def forbid_downloads() -> None:
     sys.modules[name] = module
 
 
-def close_forgotten_groups() -> None:
-    """Close the process groups of a model parallel state when upstream destroys it, which only forgets them.
+def reuse_groups() -> None:
+    """Let a model parallel state take the process groups of an earlier one, which upstream only forgets.
 
-    Each keeps threads and sockets: with the thousands of a file of a hundred tests gloo connects no more.
+    Each gloo group keeps threads, sockets and ports; with the thousands that a file of a hundred tests
+    forgets, or opens and closes within a minute, gloo connects no more. What all ranks ask for in one order,
+    they find in one order.
     """
     from megatron.core import parallel_state
-    from torch.distributed import distributed_c10d
 
     create_group, destroy = parallel_state.create_group, parallel_state.destroy_model_parallel
-    groups: list[Any] = []
+    free: dict[str, list[Any]] = {}
+    taken: list[tuple[str, Any]] = []
+    world: list[Any] = []
+    """The default group that they were made under."""
 
     @functools.wraps(create_group)
-    def create_and_note(*args: Any, **kwargs: Any) -> Any:
-        groups.append(create_group(*args, **kwargs))
-        return groups[-1]
+    def create_or_take(*args: Any, **kwargs: Any) -> Any:
+        if world != [dist.group.WORLD]:
+            free.clear()
+            taken.clear()
+            world[:] = [dist.group.WORLD]
+        name = repr((args, sorted(item for item in kwargs.items() if item[0] != "pg_options")))
+        found = free.get(name)
+        if found:
+            group = found.pop(0)
+            if isinstance(group, dist.ProcessGroup):
+                known = parallel_state._global_process_group_list or [None]
+                parallel_state._global_process_group_list = [*known, group]
+        else:
+            group = create_group(*args, **kwargs)
+        taken.append((name, group))
+        return group
 
     @functools.wraps(destroy)
-    def destroy_and_close(*args: Any, **kwargs: Any) -> None:
+    def destroy_and_keep(*args: Any, **kwargs: Any) -> None:
         destroy(*args, **kwargs)
-        if len(groups) >= FORGOTTEN_GROUPS and dist.is_initialized():
-            dist.barrier()  # nobody still waits for the last message of one of them
-            for group in groups:
-                if (
-                    group in distributed_c10d._world.pg_map
-                ):  # neither of others only nor closed already
-                    dist.destroy_process_group(group)
-            groups.clear()
+        for name, group in taken:
+            free.setdefault(name, []).append(group)
+        taken.clear()
 
-    parallel_state.create_group = create_and_note
-    parallel_state.destroy_model_parallel = destroy_and_close
+    parallel_state.create_group = create_or_take
+    parallel_state.destroy_model_parallel = destroy_and_keep
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -372,7 +372,7 @@ def _prepare(plain: bool) -> None:
         importlib.import_module(name)
     megatron_plugin.forbid_downloads()
     megatron_plugin.have_no_flash_attention()
-    megatron_plugin.close_forgotten_groups()
+    megatron_plugin.reuse_groups()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ sharing, packed or not, and bad input."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -120,24 +121,35 @@ def test_four_ranks(comm_type: str, mask: dict[str, Any]) -> None:
         check(comm_type, dtype, kv_heads, mask, packed)
 
 
-@pytest.mark.distributed(world_size=2)
-def test_no_two_ranks_drop_the_same_keys() -> None:
+@pytest.mark.distributed(world_size=4)
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_two_ranks_drop_the_same_keys(causal: bool) -> None:
     """With the same seed everywhere, as Megatron's context-parallel ranks have it, and v the identity, the
-    result is the probabilities: which are zero differs between any two chunks of queries."""
+    result is the probabilities: which are zero differs between any two ranks."""
     torch.manual_seed(0)
-    length = 256
-    q = k = torch.zeros(length // 2, 1, 1, 8)
-    own = owners(torch.tensor([0, length]), length, 2) == dist.get_rank()
-    v = torch.eye(length)[own].reshape(length // 2, 1, 1, length)
+    length, ranks = 256, 4
+    q = k = torch.zeros(length // ranks, 1, 1, 8)
+    own = owners(torch.tensor([0, length]), length, ranks) == dist.get_rank()
+    v = torch.eye(length)[own].reshape(length // ranks, 1, 1, length)
     layer = DotProductAttention(
-        1, (8, length), attention_dropout=0.5, attn_mask_type="no_mask", cp_group=dist.group.WORLD
+        1,
+        (8, length),
+        attention_dropout=0.5,
+        attn_mask_type="causal" if causal else "no_mask",
+        cp_group=dist.group.WORLD,
     )
     dropped = (layer(q, k, v, None) == 0).view(-1, length)
-    assert 0.45 < dropped.float().mean() < 0.55
     theirs = torch.empty(length, length, dtype=torch.uint8)
     dist.all_gather_into_tensor(theirs, dropped.to(torch.uint8).contiguous())
-    first, second = theirs.view(2, -1)
-    assert 0.45 < (first == second).float().mean() < 0.55
+    seen = (
+        length // (2 * ranks) if causal else length
+    )  # keys that the first chunk of every rank sees
+    chunks = theirs.view(ranks, -1, length)[:, : length // (2 * ranks), :seen]
+    if causal:  # of rank 0 those below the diagonal
+        chunks = chunks[1:]
+    for first, second in itertools.combinations(chunks, 2):
+        assert 0.4 < (first == second).float().mean() < 0.6
+        assert 0.4 < first.float().mean() < 0.6
 
 
 @pytest.mark.distributed(world_size=2)
