@@ -172,6 +172,12 @@ class DotProductAttention(ExtraState):
         self.attention_dropout = attention_dropout
         self.qkv_format = qkv_format
         self.attn_mask_type = _known_mask(attn_mask_type)
+        if window_size is not None and not (
+            isinstance(window_size, (tuple, list)) and len(window_size) == 2
+        ):
+            raise ValueError(
+                f"DotProductAttention: window_size={window_size!r}: give (keys before, keys after), -1 for all"
+            )
         self.window_size = window_size
         self.attention_type = attention_type
         self.layer_number = layer_number

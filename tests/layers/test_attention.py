@@ -147,6 +147,7 @@ def test_dropout_is_off_in_eval_and_repeats_with_the_random_state() -> None:
         ({"softmax_type": "sink"}, ValueError, "softmax_type='sink': use one of vanilla"),
         ({"cp_group": [], "cp_comm_type": "p2p"}, ValueError, "0 context-parallel groups"),
         ({"num_splits": 2}, NotImplementedError, "num_splits"),
+        ({"window_size": 16}, ValueError, "window_size=16: give"),
     ],
 )
 def test_what_it_cannot_do_is_named(options: dict, error: type, words: str) -> None:
