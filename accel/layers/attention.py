@@ -176,7 +176,8 @@ class DotProductAttention(ExtraState):
             isinstance(window_size, (tuple, list)) and len(window_size) == 2
         ):
             raise ValueError(
-                f"DotProductAttention: window_size={window_size!r}: give (keys before, keys after), -1 for all"
+                f"DotProductAttention: window_size={window_size!r}: give (keys before, keys after), "
+                "-1 for all"
             )
         self.window_size = window_size
         self.attention_type = attention_type

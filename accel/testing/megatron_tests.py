@@ -82,14 +82,19 @@ def find_files(checkout: Path, only: str) -> list[Path]:
     return [f for f in files if only in str(f.relative_to(unit_tests))]
 
 
+def kept_at(checkout: Path, file: Path, folder: Path) -> Path:
+    """Where the results of a file are kept."""
+    name = str(file.relative_to(checkout / "tests" / "unit_tests"))
+    return folder / f"{name.replace('/', '.')}.json"
+
+
 def run_or_read(checkout: Path, file: Path, folder: Path, limits: argparse.Namespace) -> FileResult:
     """What `folder` holds of this file at this commit; else run it."""
-    name = str(file.relative_to(checkout / "tests" / "unit_tests"))
-    kept, commit = folder / f"{name.replace('/', '.')}.json", bench.commit()
+    kept, commit = kept_at(checkout, file, folder), bench.commit()
     if kept.exists():
         result = FileResult(**json.loads(kept.read_text()))
         same = result.commit == commit and not (commit or "-dirty").endswith("-dirty")
-        if same or limits.keep:
+        if same or limits.keep or limits.no_run:
             return result
     result = run_file(checkout, file, kept.with_suffix(""), limits)
     result.commit = commit
@@ -248,6 +253,9 @@ def main() -> int:
         "--keep", action="store_true", help="run no file again that was run with an earlier commit"
     )
     parser.add_argument(
+        "--no-run", action="store_true", help="only report on the files that were run already"
+    )
+    parser.add_argument(
         "--plain", action="store_true", help="with nothing but the CPU redirect, to compare with"
     )
     parser.add_argument("--file-seconds", type=int, default=900)
@@ -265,12 +273,14 @@ def main() -> int:
         if reason := why_not_run(str(file.relative_to(checkout / "tests" / "unit_tests")), known):
             print(f"not run: {file.name}: {reason}", flush=True)
             continue
+        if args.no_run and not kept_at(checkout, file, args.results).exists():
+            continue
         result = run_or_read(checkout, file, args.results.resolve(), args)
         found.append(result)
         counts = " ".join(f"{outcome} {result.count(outcome):4}" for outcome in OUTCOMES)
         print(f"{result.name:70} {counts} {result.seconds:5.0f} s {result.ended}", flush=True)
     if args.report:
-        args.report.write_text(report(found, known))
+        args.report.write_text(report(found, known, len(files)))
     wrong = unexpected(found, known["failure"])
     for line in wrong:
         print(line)
@@ -302,8 +312,8 @@ def unexpected(found: list[FileResult], known: list[dict]) -> list[str]:
     return lines
 
 
-def report(found: list[FileResult], known: dict[str, Any]) -> str:
-    """The page `docs/megatron-tests.md`."""
+def report(found: list[FileResult], known: dict[str, Any], num_files: int) -> str:
+    """The page `docs/megatron-tests.md`, of `found` among `num_files`."""
     version = importlib.import_module("megatron.core").__version__.partition("+")[0]
     totals = {outcome: sum(r.count(outcome) for r in found) for outcome in OUTCOMES}
     ran = totals["passed"] + totals["failed"]
@@ -325,7 +335,7 @@ def report(found: list[FileResult], known: dict[str, Any]) -> str:
         "accel on top (preset fast), without Transformer Engine and Apex.",
         "",
         f"**{totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped** in "
-        f"{len(found)} files: {totals['passed'] / max(1, ran):.1%} of the tests that ran, "
+        f"{len(found)} of {num_files} files: {totals['passed'] / max(1, ran):.1%} of the tests that ran, "
         f"{totals['passed'] / max(1, ran - beyond):.1%} of those that need none of: "
         f"{'; '.join(known['beyond'])}.",
         "",

@@ -94,9 +94,10 @@ def test_failures_must_be_known_and_known_ones_must_fail() -> None:
 def test_the_report_counts_what_ran() -> None:
     not_run = [{"reason": "too large", "files": ["x.py"]}]
     known = {"failure": KNOWN, "beyond": ["needs FP8"], "not_run": not_run}
-    text = report([result(a="passed", b="passed", fp8="failed", c="skipped")], known)
+    text = report([result(a="passed", b="passed", fp8="failed", c="skipped")], known, 3)
     assert (
-        "**2 passed, 1 failed, 1 skipped** in 1 files: 66.7% of the tests that ran, 100.0%" in text
+        "**2 passed, 1 failed, 1 skipped** in 1 of 3 files: 66.7% of the tests that ran, 100.0%"
+        in text
     )
     assert "| needs FP8 | 1 |" in text
     assert "| x.py | too large |" in text
@@ -122,10 +123,11 @@ def test_results_of_another_commit_are_not_taken(
         ("two-dirty", 4),
     ):
         monkeypatch.setattr(megatron_tests.bench, "commit", lambda commit=commit: commit)
-        limits = SimpleNamespace(keep=False)
+        limits = SimpleNamespace(keep=False, no_run=False)
         found = megatron_tests.run_or_read(tmp_path, file, tmp_path, limits)
         assert (len(runs), found.commit) == (expected, commit)
-    found = megatron_tests.run_or_read(tmp_path, file, tmp_path, SimpleNamespace(keep=True))
+    limits = SimpleNamespace(keep=True, no_run=False)
+    found = megatron_tests.run_or_read(tmp_path, file, tmp_path, limits)
     assert (len(runs), found.commit) == (4, "two-dirty")
 
 
