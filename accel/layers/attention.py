@@ -179,7 +179,8 @@ class DotProductAttention(ExtraState):
                 f"DotProductAttention: window_size={window_size!r}: give (keys before, keys after), "
                 "-1 for all"
             )
-        self.window_size = window_size
+        self._window = window_size
+        self.window_size = window_size or ((-1, 0) if "causal" in attn_mask_type else (-1, -1))
         self.attention_type = attention_type
         self.layer_number = layer_number
         self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
@@ -255,7 +256,7 @@ class DotProductAttention(ExtraState):
         if layout not in ("sbhd", "bshd", "thd"):
             raise ValueError(f"qkv_format={layout!r}: use 'sbhd', 'bshd' or 'thd'")
         kind = _known_mask(attn_mask_type or self.attn_mask_type)
-        window = self.window_size if window_size is None else window_size
+        window = self._window if window_size is None else window_size
         if window is not None:
             window = (max(-1, window[0]), max(-1, window[1]))
         if layout == "thd":
