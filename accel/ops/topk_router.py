@@ -156,7 +156,7 @@ def _save_router(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None
     routing_map = output[1]
     ctx.options = topk, use_pre_softmax, scale, score_function
     ctx.mark_non_differentiable(routing_map)
-    ctx.save_for_backward(logits, routing_map)
+    ctx.save_for_backward(logits, routing_map.clone())  # Megatron pads the map in place
 
 
 def _router_gradients(ctx: Any, dprobs: Tensor, _: object) -> tuple[Tensor | None, ...]:

@@ -124,7 +124,10 @@ def grouped_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor | None]:
         if self.num_local_experts == 1:
             return original(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)
-        if reason := sequential_reason(self):
+        reason = sequential_reason(self)
+        if permuted_local_hidden_states.dim() != 2:
+            reason = f"tokens of shape {list(permuted_local_hidden_states.shape)}"
+        if reason:
             log_fallback("grouped_gemm of SequentialMLP", reason)
             return original(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)
         x, probs = permuted_local_hidden_states, permuted_probs

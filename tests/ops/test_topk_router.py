@@ -275,3 +275,17 @@ def test_missing_library_falls_back(monkeypatch):
     got, want = run(route, case), run(route_ref, case)
     assert torch.equal(got[0][0], want[0][0])
     assert torch.equal(got[1][0], want[1][0])
+
+
+def test_the_routing_map_may_be_changed_before_the_backward() -> None:
+    """Megatron pads it in place for quantized experts; the gradient is that of the choice."""
+    gradients = []
+    for pad in (False, True):
+        torch.manual_seed(0)
+        logits = torch.randn(8, 4, requires_grad=True)
+        probs, routing_map = topk_router(logits, topk=2)
+        if pad:
+            routing_map[0] = True
+        (probs * torch.arange(4.0)).sum().backward()
+        gradients.append(logits.grad)
+    assert torch.equal(*gradients)

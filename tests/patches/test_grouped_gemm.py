@@ -146,3 +146,15 @@ def test_parameter_gathering_is_waited_for() -> None:
         step(layer)
     owners = {f"local_experts.{e}.linear_fc{i}" for e in range(EXPERTS) for i in (1, 2)}
     assert owners <= set(waited)
+
+
+def test_tokens_with_a_batch_dimension_run_sequentially() -> None:
+    """Upstream's own test gives them: the experts' tokens are counted along the first dimension."""
+    counts = torch.tensor([1, 0, 2, 0, 0, 1, 0, 0])
+    x, probs = torch.randn(4, 2, HIDDEN), torch.rand(4, 2)
+    outputs = []
+    for options in ({}, {"grouped_gemm": True}):
+        with one_rank("off", **options):
+            torch.manual_seed(0)
+            outputs.append(build().experts(x, counts, probs)[0])
+    assert torch.equal(*outputs)
