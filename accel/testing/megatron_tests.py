@@ -357,7 +357,8 @@ def report(found: list[FileResult], known: dict[str, Any], num_files: int) -> st
         failed = [r.reasons[test] for test, outcome in r.outcomes.items() if outcome == "failed"]
         first = failed[0].replace("|", "\\|")[:100] if failed else ""
         counts = " | ".join(str(r.count(outcome)) for outcome in OUTCOMES)
-        lines.append(f"| {r.name} | {counts} | {first} | {(r.commit or '')[:7]} |")
+        commit, _, dirty = (r.commit or "").partition("-")
+        lines.append(f"| {r.name} | {counts} | {first} | {commit[:7]}{dirty and '-' + dirty} |")
     return "\n".join(lines) + "\n"
 
 
