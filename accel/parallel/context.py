@@ -31,6 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel.parallel.collectives import gather_rows, reduce_scatter_rows
+
 __all__ = ["COMM_TYPES", "ContextGroups", "context_attention", "owners"]
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -132,9 +134,9 @@ def context_attention(
     packed = starts is not None
     if starts is None:
         starts = torch.tensor([0, q.shape[0] * groups.size], device=q.device)
-    order = _token_order(starts, q.shape[0] * groups.size, groups.size)
     if groups.heads is not None:
         _check_heads(q.shape[-2], groups.heads.size())
+        order = _token_order(starts, q.shape[0] * groups.size, groups.size)
         neighbours = order.view(_size(groups.keys), -1)[_rank(groups.keys)]
         sorted_here = torch.argsort(neighbours)
         k, v = (_repeat_heads(t, q.shape[-2], groups.heads.size()) for t in (k, v))
@@ -238,17 +240,11 @@ class _GatheredTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        x = x.contiguous()
-        out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-        dist.all_gather_into_tensor(out, x, group=group)
-        return out
+        return gather_rows(x, group)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dx = grads[0].contiguous()
-        out = dx.new_empty((dx.shape[0] // ctx.group.size(), *dx.shape[1:]))
-        dist.reduce_scatter_tensor(out, dx, group=ctx.group)
-        return out, None
+        return reduce_scatter_rows(grads[0], ctx.group)[0], None
 
 
 class _HeadsForTokens(torch.autograd.Function):

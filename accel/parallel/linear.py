@@ -25,10 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel.ops import gemm_accumulate_ref
+from accel.parallel.collectives import gather_rows, reduce_scatter_rows
 
 __all__ = [
     "DelayedGradients",
     "Layout",
+    "leave_gradient",
     "main_grad_of",
     "parallel_linear",
     "reduce_rows",
@@ -158,27 +160,33 @@ class _Reduce(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         layout: Layout = ctx.layout
-        return (_all_gather(dy, layout)[0] if layout.sequence_parallel else dy), None
+        if layout.sequence_parallel:
+            assert layout.group is not None
+            dy, _ = gather_rows(dy, layout.group)
+        return dy, None
 
 
 def _weight_gradient(weight: Any, dy_TN: Tensor, x: Tensor, layout: Layout) -> Tensor | None:
     x_TK = x.reshape(-1, x.shape[-1])
-    if layout.delayed is not None:
-        layout.delayed.put(lambda: _add_later(weight, dy_TN, x_TK, layout))
-        return None
+    if layout.delayed is None:
+        return _weight_gradient_now(weight, dy_TN, x_TK, layout)
+    layout.delayed.put(
+        lambda: leave_gradient(weight, _weight_gradient_now(weight, dy_TN, x_TK, layout))
+    )
+    return None
+
+
+@torch.no_grad()
+def _weight_gradient_now(weight: Any, dy_TN: Tensor, x_TK: Tensor, layout: Layout) -> Tensor | None:
     if not layout.into_main_grad:
         return dy_TN.t().matmul(x_TK)
     accumulate_into_main_grad(weight, dy_TN, x_TK)
     return weight_gradient_added(weight)
 
 
-@torch.no_grad()
-def _add_later(weight: Any, dy_TN: Tensor, x_TK: Tensor, layout: Layout) -> None:
-    if layout.into_main_grad:
-        accumulate_into_main_grad(weight, dy_TN, x_TK)
-        weight_gradient_added(weight)
-    else:
-        dw = dy_TN.t().matmul(x_TK)
+def leave_gradient(weight: Tensor, dw: Tensor | None) -> None:
+    """Outside a backward, what autograd does with the gradient that a backward returns."""
+    if dw is not None:
         weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
 
 
@@ -221,21 +229,15 @@ def weight_gradient_added(weight: Any) -> Tensor | None:
 def _gathered(x: Tensor, layout: Layout, *, async_op: bool = False) -> tuple[Tensor, Any]:
     """What a column layer multiplies, and what to wait for before it is read."""
     if layout.mode == "column" and layout.split and layout.sequence_parallel:
-        return _all_gather(x, layout, async_op=async_op)
+        assert layout.group is not None
+        return gather_rows(x, layout.group, async_op=async_op)
     return x, None
-
-
-def _all_gather(x: Tensor, layout: Layout, *, async_op: bool = False) -> tuple[Tensor, Any]:
-    assert layout.group is not None
-    x = x.contiguous()
-    out = x.new_empty((x.shape[0] * layout.group.size(), *x.shape[1:]))
-    return out, dist.all_gather_into_tensor(out, x, group=layout.group, async_op=async_op)
 
 
 def _reduced(y: Tensor, layout: Layout, *, async_op: bool = False) -> tuple[Tensor, Any]:
     assert layout.group is not None
-    y = y.contiguous()
     if not layout.sequence_parallel:
+        y = y.contiguous()
         return y, dist.all_reduce(y, group=layout.group, async_op=async_op)
     ranks = layout.group.size()
     if y.shape[0] % ranks:
@@ -243,5 +245,4 @@ def _reduced(y: Tensor, layout: Layout, *, async_op: bool = False) -> tuple[Tens
             f"sequence parallelism: the first dimension, {y.shape[0]}, is no multiple of the "
             f"{ranks} ranks of the tensor-parallel group"
         )
-    out = y.new_empty((y.shape[0] // ranks, *y.shape[1:]))
-    return out, dist.reduce_scatter_tensor(out, y, group=layout.group, async_op=async_op)
+    return reduce_scatter_rows(y, layout.group, async_op=async_op)

@@ -171,8 +171,9 @@ Reduce reduction_of(at::ScalarType dtype, Reduction reduction) {
 struct alignas(kLine) Counter {
   std::atomic<uint32_t> value;
   std::atomic<uint32_t> sleepers;
+  std::atomic<uint64_t> marks[kSlots];  // of `posted`: the Operation::mark of what lies in each slot
 };
-static_assert(std::atomic<uint32_t>::is_always_lock_free);
+static_assert(std::atomic<uint32_t>::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
 
 struct Counters {
   Counter posted;
@@ -240,11 +241,25 @@ void relax() {
 
 // ---- operations
 
+int64_t steps_for(int64_t total, int64_t size) { return (total + size - 1) / size; }
+
+enum class Kind : uint64_t { barrier, broadcast, all_gather, reduce_scatter, all_reduce };
+constexpr int kSizeBits = 56;  // of a mark: the size in bytes below, the kind above
+
+const char* name_of(uint64_t mark) {
+  constexpr const char* kNames[] = {"barrier", "broadcast", "all_gather", "reduce_scatter", "all_reduce"};
+  return kNames[mark >> kSizeBits];
+}
+
 // One collective of this rank. Its tensors may be changed by the caller meanwhile only as NCCL allows, and
 // may be released: an operation holds storages.
 class Operation {
  public:
-  Operation(const char* name, int64_t num_steps) : name(name), num_steps(num_steps) {}
+  // `num_bytes` is the same on every rank: of the whole tensor, or of the largest shard; a barrier's is 1.
+  Operation(Kind kind, int64_t num_bytes, int64_t step_bytes, int64_t steps_each = 1)
+      : mark(static_cast<uint64_t>(kind) << kSizeBits | static_cast<uint64_t>(num_bytes)),
+        num_bytes(num_bytes),
+        num_steps(steps_each * steps_for(num_bytes, step_bytes)) {}
   virtual ~Operation() = default;
 
   virtual void post(int64_t step, char* slot) {}
@@ -257,7 +272,8 @@ class Operation {
   // After the last step.
   virtual void finish() {}
 
-  const char* const name;
+  const uint64_t mark;
+  const int64_t num_bytes;
   const int64_t num_steps;
   int64_t posted = 0;
   int64_t taken = 0;
@@ -314,28 +330,25 @@ int64_t part(int64_t total, int64_t step, int64_t size) {
   return std::clamp<int64_t>(total - step * size, 0, size);
 }
 
-int64_t steps_for(int64_t total, int64_t size) { return (total + size - 1) / size; }
-
 class Barrier final : public Operation {
  public:
-  Barrier() : Operation("barrier", 1) {}
+  Barrier() : Operation(Kind::barrier, 1, 1) {}
 };
 
 class Broadcast final : public Operation {
  public:
   Broadcast(const Tensor& tensor, int rank, int root)
-      : Operation("broadcast", steps_for(tensor.nbytes(), kSlotBytes)),
+      : Operation(Kind::broadcast, tensor.nbytes(), kSlotBytes),
         rank_(rank),
         root_(root),
-        num_bytes_(tensor.nbytes()),
         tensor_(tensor, rank == root ? Target::Filled::yes : Target::Filled::no) {}
 
   void post(int64_t step, char* slot) override {
-    if (rank_ == root_) copy(slot, tensor_.data() + step * kSlotBytes, part(num_bytes_, step, kSlotBytes));
+    if (rank_ == root_) copy(slot, tensor_.data() + step * kSlotBytes, part(num_bytes, step, kSlotBytes));
   }
   void take(int64_t step, const std::vector<const char*>& slots) override {
     if (rank_ == root_) return;
-    copy(tensor_.data() + step * kSlotBytes, slots[root_], part(num_bytes_, step, kSlotBytes));
+    copy(tensor_.data() + step * kSlotBytes, slots[root_], part(num_bytes, step, kSlotBytes));
   }
   bool reads(int peer) const override { return rank_ != root_ && peer == root_; }
   void finish() override {
@@ -344,7 +357,6 @@ class Broadcast final : public Operation {
 
  private:
   int rank_, root_;
-  int64_t num_bytes_;
   Target tensor_;
 };
 
@@ -391,8 +403,7 @@ int64_t largest_shard(TensorList shards, int64_t num_ranks) {
 class AllGather final : public Operation {
  public:
   AllGather(const Tensor& input, TensorList outputs, int rank, int num_ranks)
-      : Operation("all_gather",
-                  steps_for(largest_shard(outputs, num_ranks) * input.element_size(), kSlotBytes)),
+      : Operation(Kind::all_gather, largest_shard(outputs, num_ranks) * input.element_size(), kSlotBytes),
         rank_(rank),
         input_(input) {
     for (const Tensor& output : outputs) outputs_.emplace_back(output, Target::Filled::no);
@@ -455,8 +466,8 @@ struct Reducer {
 class ReduceScatter final : public Operation {
  public:
   ReduceScatter(const Tensor& output, TensorList inputs, int64_t reduction, int rank, int num_ranks)
-      : Operation("reduce_scatter",
-                  steps_for(largest_shard(inputs, num_ranks) * output.element_size(), piece_bytes(num_ranks))),
+      : Operation(Kind::reduce_scatter, largest_shard(inputs, num_ranks) * output.element_size(),
+                  piece_bytes(num_ranks)),
         piece_bytes_(piece_bytes(num_ranks)),
         reduce_(output, reduction, rank, num_ranks),
         output_(output, Target::Filled::no) {
@@ -496,22 +507,20 @@ class ReduceScatter final : public Operation {
 class AllReduceGathered final : public Operation {
  public:
   AllReduceGathered(const Tensor& tensor, int64_t reduction, int rank, int num_ranks)
-      : Operation("all_reduce", steps_for(tensor.nbytes(), kSlotBytes)),
-        num_bytes_(tensor.nbytes()),
+      : Operation(Kind::all_reduce, tensor.nbytes(), kSlotBytes),
         reduce_(tensor, reduction, rank, num_ranks),
         tensor_(tensor, Target::Filled::yes) {}
 
   void post(int64_t step, char* slot) override {
-    copy(slot, tensor_.data() + step * kSlotBytes, part(num_bytes_, step, kSlotBytes));
+    copy(slot, tensor_.data() + step * kSlotBytes, part(num_bytes, step, kSlotBytes));
   }
   void take(int64_t step, const std::vector<const char*>& slots) override {
     char* own = tensor_.data() + step * kSlotBytes;
-    reduce_(slots, 0, own, own, part(num_bytes_, step, kSlotBytes) / reduce_.item_size);
+    reduce_(slots, 0, own, own, part(num_bytes, step, kSlotBytes) / reduce_.item_size);
   }
   void finish() override { tensor_.finish(); }
 
  private:
-  int64_t num_bytes_;
   Reducer reduce_;
   Target tensor_;
 };
@@ -520,8 +529,7 @@ class AllReduceGathered final : public Operation {
 class AllReduceSliced final : public Operation {
  public:
   AllReduceSliced(const Tensor& tensor, int64_t reduction, int rank, int num_ranks)
-      : Operation("all_reduce", 2 * steps_for(tensor.nbytes(), kSlotBytes)),
-        num_bytes_(tensor.nbytes()),
+      : Operation(Kind::all_reduce, tensor.nbytes(), kSlotBytes, 2),
         reduce_(tensor, reduction, rank, num_ranks),
         tensor_(tensor, Target::Filled::yes) {}
 
@@ -545,14 +553,13 @@ class AllReduceSliced final : public Operation {
   template <typename F>
   void for_each_slice(int64_t step, F f) {
     const int num_ranks = static_cast<int>(reduce_.operands.size());
-    const int64_t chunk_bytes = part(num_bytes_, step / 2, kSlotBytes);
+    const int64_t chunk_bytes = part(num_bytes, step / 2, kSlotBytes);
     const int64_t slice = round_up(steps_for(chunk_bytes, num_ranks), kLine);
     for (int peer = 0; peer < num_ranks; ++peer) {
       f(peer, peer * slice, part(chunk_bytes, peer, slice), tensor_.data() + step / 2 * kSlotBytes);
     }
   }
 
-  int64_t num_bytes_;
   Reducer reduce_;
   Target tensor_;
 };
@@ -643,6 +650,7 @@ class Group : public std::enable_shared_from_this<Group> {
     while (Operation* operation = first_unposted()) {
       if (!operation->may_post(operation->posted) || !slot_is_free()) return false;
       operation->post(operation->posted, segment_.slot(rank_, posted_));
+      mark_of(rank_, posted_).store(operation->mark, std::memory_order_relaxed);
       publish(segment_.counters(rank_).posted, ++posted_);
       operation->meanwhile(operation->posted++);
     }
@@ -669,6 +677,7 @@ class Group : public std::enable_shared_from_this<Group> {
       for (int peer = 0; peer < num_ranks_; ++peer) {
         if (peer != rank_ && operation.reads(peer)) {
           await(segment_.counters(peer).posted, taken_ + 1, peer, operation, "to bring its part of");
+          check_same(peer, operation);
         }
         slots_[peer] = segment_.slot(peer, taken_);
       }
@@ -679,6 +688,21 @@ class Group : public std::enable_shared_from_this<Group> {
     const std::lock_guard lock(queue_mutex_);
     queue_.pop_front();
     num_done_.fetch_add(1, std::memory_order_release);
+  }
+
+  std::atomic<uint64_t>& mark_of(int peer, uint32_t step) const {
+    return segment_.counters(peer).posted.marks[step % kSlots];
+  }
+
+  void check_same(int peer, const Operation& operation) {
+    const uint64_t theirs = mark_of(peer, taken_).load(std::memory_order_relaxed);
+    if (theirs == operation.mark) return;
+    failure_ = c10::str(
+        "shared-memory collectives: rank ", rank_, " of group ", options_.name, " is at ",
+        name_of(operation.mark), " of ", operation.num_bytes, " bytes, operation ", num_done_.load() + 1,
+        " of this group, but rank ", peer, " (process ", options_.pids[peer], ") at ", name_of(theirs), " of ",
+        theirs & ((uint64_t{1} << kSizeBits) - 1), " bytes: all ranks must call the same collectives in one order");
+    ACCEL_CHECK(false, failure_);
   }
 
   void await(Counter& counter, uint32_t target, int peer, const Operation& operation, const char* what) {
@@ -722,7 +746,7 @@ class Group : public std::enable_shared_from_this<Group> {
     failure_ = c10::str(
         "shared-memory collectives: rank ", rank_, " of group ", options_.name, " waited ",
         static_cast<double>(milliseconds) / 1e3, " s for rank ", peer, " (process ", options_.pids[peer], ") ",
-        what, " ", operation.name, ", operation ", num_done_.load() + 1, " of this group: ",
+        what, " ", name_of(operation.mark), ", operation ", num_done_.load() + 1, " of this group: ",
         is_late ? "the group's time-out is over" : "that process has ended");
     ACCEL_CHECK(false, failure_);
   }

@@ -72,6 +72,22 @@ def test_all_to_all_single_with_uneven_splits(dtype: torch.dtype) -> None:
     assert out.tolist() == [[0.0, 10.0], [1.0, 2.0, 11.0, 12.0]][rank]
 
 
+@pytest.mark.distributed(world_size=2)
+def test_sums_of_what_each_rank_has_scaled() -> None:
+    """As Megatron's FSDP averages gradients."""
+    rank = dist.get_rank()
+    op = dist._make_nccl_premul_sum(0.5 + rank)
+    x, expected = mine(4, torch.float32), torch.tensor([15.0, 17.0, 19.0, 21.0])
+    whole, part = x.clone(), torch.empty(2, device="cuda")
+    dist.all_reduce(whole, op)
+    assert torch.equal(whole.cpu(), expected)
+    dist.reduce_scatter_tensor(part, x, op)
+    assert torch.equal(part.cpu(), expected.chunk(2)[rank])
+    dist.reduce_scatter(part, list(x.chunk(2)), op)
+    assert torch.equal(part.cpu(), expected.chunk(2)[rank])
+    assert torch.equal(x, mine(4, torch.float32)), "the input was written to"
+
+
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.distributed(world_size=2)
 def test_coalescing_manager(async_op: bool) -> None:

@@ -4,7 +4,6 @@ sharing, packed or not, and bad input."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -27,18 +26,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 @pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    if not under_torchrun():
-        yield
-        return
-    from accel.session import SESSION
-
-    SESSION.attach()
-    dist.init_process_group("gloo")
-    accel.enable(preset="fast")
-    yield
-    dist.destroy_process_group()
-    accel.disable()
+def enabled(gloo_group: None) -> None:
+    if under_torchrun():
+        accel.enable(preset="fast")
 
 
 def groups(comm_type: str) -> Any:
@@ -105,18 +95,25 @@ MASKS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.distributed(world_size=2)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
-def test_two_ranks(comm_type: str, mask: dict[str, Any]) -> None:
-    for dtype, kv_heads, packed in CASES:
-        check(comm_type, dtype, kv_heads, mask, packed)
-
-
-@pytest.mark.distributed(world_size=4)
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("comm_type", ["p2p", "a2a", "a2a+p2p"])
-def test_four_ranks(comm_type: str, mask: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "comm_type",
+    [
+        *(
+            pytest.param(
+                comm_type, marks=pytest.mark.distributed(world_size=2), id=f"{comm_type}-2"
+            )
+            for comm_type in ("p2p", "all_gather", "a2a")
+        ),
+        *(
+            pytest.param(
+                comm_type, marks=pytest.mark.distributed(world_size=4), id=f"{comm_type}-4"
+            )
+            for comm_type in ("p2p", "a2a", "a2a+p2p")
+        ),
+    ],
+)
+def test_like_one_rank(comm_type: str, mask: dict[str, Any]) -> None:
     for dtype, kv_heads, packed in CASES:
         check(comm_type, dtype, kv_heads, mask, packed)
 
@@ -141,9 +138,8 @@ def test_no_two_ranks_drop_the_same_keys(causal: bool) -> None:
     dropped = (layer(q, k, v, None) == 0).view(-1, length)
     theirs = torch.empty(length, length, dtype=torch.uint8)
     dist.all_gather_into_tensor(theirs, dropped.to(torch.uint8).contiguous())
-    seen = (
-        length // (2 * ranks) if causal else length
-    )  # keys that the first chunk of every rank sees
+    # the keys that the first chunk of every rank sees
+    seen = length // (2 * ranks) if causal else length
     chunks = theirs.view(ranks, -1, length)[:, : length // (2 * ranks), :seen]
     if causal:  # of rank 0 those below the diagonal
         chunks = chunks[1:]

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ import torch.distributed as dist
 
 import accel
 from accel.device.cpu import shared_memory
-from accel.testing.distributed import under_torchrun
 
 pytestmark = [
+    pytest.mark.usefixtures("gloo_group"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the runtime for machines without CUDA"),
     pytest.mark.skipif(shared_memory.unavailable() is not None, reason="no memory to share"),
 ]
@@ -38,21 +39,6 @@ OPS = {
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
 WORLDS = (2, 3, 4)
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    """The default group, with gloo as the only path until somebody calls `enable()`."""
-    if not under_torchrun():
-        yield
-        return
-    from accel.session import SESSION
-
-    SESSION.attach()
-    dist.init_process_group("gloo")
-    yield
-    dist.destroy_process_group()
-    accel.disable()
 
 
 def enable() -> None:
@@ -291,6 +277,23 @@ def test_wrong_shapes_and_dtypes_are_refused_with_their_values() -> None:
     with pytest.raises(ValueError, match="one dtype"):
         dist.reduce_scatter_tensor(torch.empty(2, dtype=torch.bfloat16), x)
     dist.all_reduce(x)  # nothing is left behind
+
+
+@pytest.mark.distributed(world_size=2)
+def test_different_collectives_are_an_error_on_every_rank() -> None:
+    enable()
+    rank, x = dist.get_rank(), torch.zeros(4)
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    for each in groups:
+        dist.barrier(group=each)
+    expected = r"all_(reduce|gather) of 16 bytes.*but rank . .* at all_(reduce|gather) of 16 bytes: all ranks"
+    one = partial(dist.all_reduce, x, group=groups[0])
+    other = partial(dist.all_gather_into_tensor, torch.zeros(8), x, group=groups[0])
+    with pytest.raises(RuntimeError, match=expected):
+        (one if rank == 0 else other)()
+    with pytest.raises(RuntimeError, match=r"all_reduce of \d+ bytes.*at all_reduce of \d+ bytes"):
+        dist.all_reduce(torch.zeros(4 + rank), group=groups[1])
+    dist.all_reduce(x)  # another group goes on
 
 
 SMALL, LARGE = 1000, SLOTS_BYTES  # elements; large takes several rounds of all slots

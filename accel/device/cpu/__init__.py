@@ -51,7 +51,8 @@ _TENSOR = {
 _CONTEXTS = {
     "torch.serialization:load": "load",
     "torch.utils._device:DeviceContext.__init__": "device_context",
-    "torch.amp.autocast_mode:autocast.__init__": "autocast",
+    "torch.amp.autocast_mode:autocast.__init__": "device_type",
+    "torch.distributed.device_mesh:DeviceMesh.__init__": "device_type",
     "torch.utils.data.dataloader:DataLoader.__init__": "data_loader",
 }
 _STREAMS = (
@@ -164,7 +165,7 @@ def _tensor_places() -> Iterable[Patch]:
         yield _wrap(
             target,
             f"factories:{adapter}",
-            "A cuda context, map_location or pinned copy means the host.",
+            "A cuda context, mesh, map_location or pinned copy means the host.",
         )
 
 

@@ -8,6 +8,7 @@ function:
   flattened;
 * gloo refuses per-rank sizes in ``all_gather`` and ``reduce_scatter``: padded to the largest, or
   summed whole;
+* gloo has no sum of what each rank has scaled first (``PREMUL_SUM``): scaled, then summed;
 * gloo cannot coalesce: inside ``_coalescing_manager`` each call starts at once and the manager
   waits for all;
 * Megatron frees a tensor (``deallocate_output_tensor`` swaps ``.data``) whose ``isend`` may still
@@ -101,6 +102,10 @@ def all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_reduce_(
         tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
+        if (factor := _factor(op, group)) is not None:
+            with torch.no_grad():
+                tensor.mul_(factor)
+            op = dist.ReduceOp.SUM
         if reduces(tensor, op) and (shared := shared_memory(group)) is not None:
             return _issued(shared.all_reduce(tensor, op, _async(async_op)), async_op)
         if _on_gloo(group) and sums_here(tensor, op) and dist.get_world_size(group) <= MAX_GATHERED:
@@ -137,6 +142,8 @@ def reduce_scatter_tensor(original: Callable[..., Any]) -> Callable[..., Any]:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
+        if (factor := _factor(op, group)) is not None:
+            input, op = input * factor, dist.ReduceOp.SUM
         if reduces(input, op) and (shared := shared_memory(group)) is not None:
             work = shared.reduce_scatter(output, [input], op, _async(async_op))
             return _issued(work, async_op)
@@ -184,6 +191,8 @@ def reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
+        if (factor := _factor(op, group)) is not None:
+            input_list, op = [t * factor for t in input_list], dist.ReduceOp.SUM
         if reduces(output, op) and (shared := shared_memory(group)) is not None:
             work = shared.reduce_scatter(output, input_list, op, _async(async_op))
             return _issued(work, async_op)
@@ -287,6 +296,12 @@ def _host_backend(backend: Any) -> Any:
 def _on_gloo(group: Any) -> bool:
     """No for what stands for a group that this rank is not in, too."""
     return group is not dist.GroupMember.NON_GROUP_MEMBER and dist.get_backend(group) == "gloo"
+
+
+def _factor(op: Any, group: Any) -> Any:
+    """What a rank's operand is multiplied by before the sum, on gloo; None for other reductions."""
+    premultiplied = op == dist.ReduceOp.PREMUL_SUM and _on_gloo(group)
+    return op.__getstate__()[1] if premultiplied else None
 
 
 def _rank_in(group: Any, rank: int) -> int:

@@ -157,12 +157,12 @@ def device_context(init: Callable[..., Any]) -> Callable[..., Any]:
     return enter_host
 
 
-def autocast(init: Callable[..., Any]) -> Callable[..., Any]:
+def device_type(init: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(init)
-    def autocast_host(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    def init_for_host(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
-    return autocast_host
+    return init_for_host
 
 
 def data_loader(init: Callable[..., Any]) -> Callable[..., Any]:

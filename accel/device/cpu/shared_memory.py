@@ -15,7 +15,8 @@ The rest is ``csrc/cpu/shared_memory_collectives.cpp``. What it promises:
 * ``async_op`` never blocks: what fits the free slots is sent at once and received by ``wait()``, the
   rest is moved by a thread of the group;
 * a rank that waits spins briefly where there is a core for every rank, then sleeps on a futex; it raises
-  RuntimeError when the group's time-out is over or the awaited process has ended.
+  RuntimeError when the group's time-out is over or the awaited process has ended;
+* so does a rank that meets another collective, or one of another size, than its own.
 
 Which collectives are served follows from their kind, dtype and reduction, which are the same on all
 ranks: :func:`reduces` and :func:`moves`.
