@@ -107,13 +107,13 @@ def loss_func(loss_mask, losses):
     )
 
 
-def forward_step(data_iterator, model):
-    """One micro-batch through the model; Megatron calls the returned function on the last pipeline
-    stage."""
+def forward_step(data_iterator, model, return_schedule_plan=False):
+    """One micro-batch through the model, or with ``--overlap-moe-expert-parallel-comm`` the plan of
+    its steps; Megatron calls the returned function on the last pipeline stage."""
     with stimer(bdata=True):
         batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     with stimer:
-        output = model(
+        output = (model.build_schedule_plan if return_schedule_plan else model)(
             batch["tokens"],
             batch["position_ids"],
             batch["attention_mask"],

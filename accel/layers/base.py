@@ -126,6 +126,8 @@ class ParallelLayer(ExtraState):
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
         self.fp8 = self.fp8_calibration = False
         self._gradient_hooks: list[Callable[[], None]] = []
+        self._initial: dict[str, tuple[Callable[[Tensor], Any], dict[str, Any]]] = {}
+        """Parameter -> what gives it its first values, and the attributes that Megatron reads."""
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Nothing to do without FP8."""
@@ -161,27 +163,49 @@ class ParallelLayer(ExtraState):
 
     def new_weight(self, name: str) -> None:
         """Register a weight `[N, K]`, split as `parallel_mode` says, and draw its values."""
-        size = (self.out_features, self.in_features)
-        weight: Any = torch.nn.Parameter(torch.empty(size, **self.where))
-        weight.tensor_model_parallel = self.parallel_mode is not None
-        weight.partition_dim = 1 if self.parallel_mode == "row" else 0
-        weight.partition_stride = 1
-        weight.skip_backward_post_hook = self.delayed is not None
-        self.register_parameter(name, weight)
-        if weight.is_meta:
-            return
-        with torch.no_grad(), self._fork():
-            self.init_method(weight)
+        self.new_parameter(
+            name,
+            (self.out_features, self.in_features),
+            self._draw,
+            tensor_model_parallel=self.parallel_mode is not None,
+            partition_dim=1 if self.parallel_mode == "row" else 0,
+            partition_stride=1,
+            skip_backward_post_hook=self.delayed is not None,
+        )
 
     def new_bias(self, name: str) -> None:
         """Register a bias `[N]` of zeros: split in a column layer, whole in a row layer, where every
         rank sees its own rows under sequence parallelism."""
-        bias: Any = torch.nn.Parameter(torch.zeros(self.out_features, **self.where))
+        marks: dict[str, Any] = {}
         if self.parallel_mode == "row":
-            bias.sequence_parallel = self.sequence_parallel
+            marks = {"sequence_parallel": self.sequence_parallel}
         elif self.parallel_mode == "column":
-            bias.tensor_model_parallel, bias.partition_dim, bias.partition_stride = True, 0, 1
-        self.register_parameter(name, bias)
+            marks = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
+        self.new_parameter(name, (self.out_features,), torch.nn.init.zeros_, **marks)
+
+    def new_parameter(
+        self, name: str, size: tuple[int, ...], fill: Callable[[Tensor], Any], **marks: Any
+    ) -> None:
+        """Register a parameter with `marks`, attributes that Megatron reads, and `fill` it."""
+        self.register_parameter(name, torch.nn.Parameter(torch.empty(size, **self.where)))
+        self._initial[name] = fill, marks
+        self._reset(name)
+
+    def reset_parameters(self) -> None:
+        """Give all parameters their first values anew, and the attributes that `to_empty` drops."""
+        for name in self._initial:
+            self._reset(name)
+
+    @torch.no_grad()
+    def _reset(self, name: str) -> None:
+        parameter, (fill, marks) = self.get_parameter(name), self._initial[name]
+        vars(parameter).update(marks)
+        if not parameter.is_meta:
+            fill(parameter)
+
+    def _draw(self, weight: Tensor) -> None:
+        with self._fork():
+            self.init_method(weight)
 
     @contextlib.contextmanager
     def _fork(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from accel.layers.base import ParallelLayer
 from accel.ops import grouped_gemm
 from accel.ops.grouped_gemm import accumulate_wgrad
-from accel.parallel.linear import Layout, main_grad_of, weight_gradient_added
+from accel.parallel.linear import Layout, leave_gradient, main_grad_of, weight_gradient_added
 
 __all__ = ["GroupedLinear", "grouped_linear"]
 
@@ -49,6 +49,7 @@ class _GroupedLinear(torch.autograd.Function):
         return dx_TK, None, None, *dws
 
 
+@torch.no_grad()
 def _weight_gradients(
     weights: Sequence[Any], dy_TN: Tensor, x_TK: Tensor, counts: Tensor, layout: Layout
 ) -> list[Tensor | None]:
@@ -59,14 +60,12 @@ def _weight_gradients(
     return list(torch.ops.accel.grouped_gemm_wgrad(dy_TN, x_TK, counts, True).unbind(0))
 
 
-@torch.no_grad()
 def _add_later(
     weights: Sequence[Any], dy_TN: Tensor, x_TK: Tensor, counts: Tensor, layout: Layout
 ) -> None:
     dws = _weight_gradients(weights, dy_TN, x_TK, counts, layout)
-    if not layout.into_main_grad:
-        for weight, dw in zip(weights, dws, strict=True):
-            weight.grad = dw if weight.grad is None else weight.grad.add_(dw)
+    for weight, dw in zip(weights, dws, strict=True):
+        leave_gradient(weight, dw)
 
 
 class GroupedLinear(ParallelLayer):

@@ -80,16 +80,14 @@ class LayerNormLinear(Linear):
         super().__init__(in_features, out_features, **shared)
 
     def register_norm(self) -> None:
-        value, size = 0.0 if self.zero_centered_gamma else 1.0, (self.in_features,)
-        weight: Any = torch.nn.Parameter(torch.full(size, value, **self.where))
-        weight.sequence_parallel = self.sequence_parallel
-        self.layer_norm_weight = weight
+        init = torch.nn.init
+        size, marks = (self.in_features,), {"sequence_parallel": self.sequence_parallel}
+        fill = init.zeros_ if self.zero_centered_gamma else init.ones_
+        self.new_parameter("layer_norm_weight", size, fill, **marks)
         if self.normalization == "RMSNorm":
             self.layer_norm_bias = None
-            return
-        bias: Any = torch.nn.Parameter(torch.zeros(size, **self.where))
-        bias.sequence_parallel = self.sequence_parallel
-        self.layer_norm_bias = bias
+        else:
+            self.new_parameter("layer_norm_bias", size, init.zeros_, **marks)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """As `Linear.forward`; with `return_layernorm_output`, that is appended to the result."""
@@ -100,9 +98,9 @@ class LayerNormLinear(Linear):
         return (*y, normed) if self.return_bias else (y, normed)
 
     def _norm(self, x: Tensor) -> Tensor:
-        weight, zero_centered = self.layer_norm_weight, self.zero_centered_gamma
-        if self.layer_norm_bias is None:
+        weight: Any = self.layer_norm_weight
+        bias: Any = self.layer_norm_bias
+        zero_centered = self.zero_centered_gamma
+        if bias is None:
             return norm.rms_norm(x, weight, self.eps, zero_centered=zero_centered)
-        return norm.layer_norm(
-            x, weight, self.layer_norm_bias, self.eps, zero_centered=zero_centered
-        )
+        return norm.layer_norm(x, weight, bias, self.eps, zero_centered=zero_centered)

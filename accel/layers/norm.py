@@ -35,11 +35,13 @@ class RMSNorm(torch.nn.RMSNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.zero_centered = zero_centered
+        self.sequence_parallel = sequence_parallel
         super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
-        _mark(self, sequence_parallel)
 
     def reset_parameters(self) -> None:
+        """First values, and the attributes that `to_empty` drops."""
         torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+        _mark(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
@@ -59,17 +61,19 @@ class LayerNorm(torch.nn.LayerNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.zero_centered = zero_centered
+        self.sequence_parallel = sequence_parallel
         super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
-        _mark(self, sequence_parallel)
 
     def reset_parameters(self) -> None:
+        """As `RMSNorm.reset_parameters`."""
         torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
         torch.nn.init.zeros_(self.bias)
+        _mark(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
 
 
-def _mark(module: torch.nn.Module, sequence_parallel: bool) -> None:
+def _mark(module: RMSNorm | LayerNorm) -> None:
     for parameter in module.parameters():
-        parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        parameter.sequence_parallel = module.sequence_parallel  # type: ignore[attr-defined]

@@ -159,6 +159,8 @@ def unsupported_reason(optimizer: torch.optim.Optimizer) -> str | None:
                 return f"the optimizer was built with {option}={group[option]}"
         if any(isinstance(number, Tensor) for number in (group["lr"], *group["betas"])):
             return "the learning rate or a beta is a tensor"
+        if others := {type(p) for p in group["params"]} - {Tensor, torch.nn.Parameter}:
+            return f"parameters of type {others.pop().__name__}"
     return None
 
 

@@ -44,9 +44,8 @@ class GroupedLinear(torch.nn.Module):
         self.tokens_per_expert = tokens_per_expert
 
     def forward(self, x_TK: Tensor) -> tuple[Tensor, None]:
-        for (
-            layer
-        ) in self.layers:  # those of overlapped parameter gathering: the weight must be here
+        for layer in self.layers:
+            # those of overlapped parameter gathering: the weight must be here
             for hook in layer._forward_pre_hooks.values():
                 hook(layer, (x_TK,))
         weights = [layer.weight for layer in self.layers]
@@ -124,9 +123,8 @@ def grouped_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor | None]:
         if self.num_local_experts == 1:
             return original(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)
-        reason = sequential_reason(self)
-        if permuted_local_hidden_states.dim() != 2:
-            reason = f"tokens of shape {list(permuted_local_hidden_states.shape)}"
+        two_dimensions = permuted_local_hidden_states.dim() == 2
+        reason = sequential_reason(self) if two_dimensions else "tokens in other than 2 dimensions"
         if reason:
             log_fallback("grouped_gemm of SequentialMLP", reason)
             return original(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)

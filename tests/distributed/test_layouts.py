@@ -45,6 +45,14 @@ LAYOUTS = {
         " --overlap-grad-reduce --overlap-param-gather",
     ),
     "cp2_ep2": ("moe", "--context-parallel-size 2 --expert-model-parallel-size 2"),
+    "tp2_sp_mtp": (
+        "mtp",
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    "tp2_sp_moe_grouped": (
+        "moe",
+        "--tensor-model-parallel-size 2 --sequence-parallel --moe-grouped-gemm",
+    ),
     "ep2_alltoall": ("moe", "--expert-model-parallel-size 2"),
     "ep2_alltoall_fused": (
         "moe",

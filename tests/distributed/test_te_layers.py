@@ -50,6 +50,21 @@ def test_each_spec_goes_on_from_the_others_checkpoint(
     assert [resumed[i][0] for i in (0, 2)] == [whole[i][0] for i in (2, 4)]
 
 
+@pytest.mark.parametrize("fusion", [[], ["--no-gradient-accumulation-fusion"]], ids=["", "unfused"])
+def test_overlapped_and_delayed_steps_are_the_plain_ones(fusion: list[str]) -> None:
+    plain = [
+        *[str(SCRIPT), *MODEL, *MOE, *TE, *fusion, "--bf16", "--train-iters", "5"],
+        *"--expert-model-parallel-size 2 --moe-grouped-gemm --use-distributed-optimizer".split(),
+    ]
+    delayed = [
+        *[*plain, "--overlap-grad-reduce"],
+        *["--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"],
+    ]
+    expected = numbers(launch(2, plain, seconds=150))
+    assert len(expected) == 5
+    assert numbers(launch(2, delayed, seconds=150)) == expected
+
+
 def test_an_optimizer_state_in_the_other_specs_order_is_refused(tmp_path: Path) -> None:
     command = [str(SCRIPT), *MODEL, "--use-distributed-optimizer", "--train-iters", "2"]
     launch(1, [*command, *LOCAL, "--save", str(tmp_path), "--save-interval", "2"], seconds=150)

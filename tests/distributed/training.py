@@ -33,7 +33,7 @@ MOE = """
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
 """.split()
 
-KINDS = {"dense": [], "moe": MOE}
+KINDS = {"dense": [], "moe": MOE, "mtp": ["--mtp-num-layers", "1"]}
 
 _LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: (\S+) \|")
 

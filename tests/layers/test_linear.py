@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -103,6 +105,52 @@ def test_delayed_weight_gradients_come_with_backward_dw() -> None:
     assert told[0] is module.weight.grad
     with pytest.raises(RuntimeError, match="no backward is left"):
         module.backward_dw()
+
+
+def test_a_delayed_gradient_in_main_grad_shows_in_grad_for_the_hook() -> None:
+    """Megatron's overlapped reduction refuses a weight without `.grad`."""
+    options = {"bias": False, "delay_wgrad_compute": True, "fuse_wgrad_accumulation": True}
+    layers = [
+        Linear(K, N, **options),
+        GroupedLinear(2, K, N, get_rng_state_tracker=None, **options),
+    ]
+    x = torch.randn(4, K)
+    for layer, args in zip(layers, [(x,), (x, [1, 3])], strict=True):
+        weights = list(layer.parameters())
+        for weight in weights:
+            weight.main_grad = torch.zeros(N, K)
+            weight.grad_added_to_main_grad = False
+        layer(*args).sum().backward()
+        assert all(weight.grad is None for weight in weights)
+        layer.backward_dw()
+        assert all(weight.grad is not None and weight.grad_added_to_main_grad for weight in weights)
+        total = sum(weight.main_grad for weight in weights)
+        torch.testing.assert_close(total, torch.ones(4, N).t() @ x)
+
+
+def test_reset_parameters_fills_what_was_made_without_memory() -> None:
+    """As Megatron's FSDP makes a model: on "meta", then `to_empty`, which drops attributes."""
+
+    def build(device: str) -> list[torch.nn.Module]:
+        where = {"device": device, "parallel_mode": "column", "delay_wgrad_compute": True}
+        return [
+            LayerNormLinear(K, N, zero_centered_gamma=True, **where),
+            GroupedLinear(2, K, N, **where),
+            stand_in.LayerNorm(K, sequence_parallel=True, device=device),
+            stand_in.RMSNorm(K, sequence_parallel=True, device=device),
+        ]
+
+    torch.manual_seed(0)
+    expected = build("cpu")
+    torch.manual_seed(0)
+    for layer, filled in zip(build("meta"), expected, strict=True):
+        layer = copy.deepcopy(layer).to_empty(device="cpu")
+        layer.reset_parameters()
+        for (name, parameter), other in zip(
+            layer.named_parameters(), filled.parameters(), strict=True
+        ):
+            assert torch.equal(parameter, other), name
+            assert vars(parameter) == vars(other), name
 
 
 def test_bad_arguments_are_named() -> None:
