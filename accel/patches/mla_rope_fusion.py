@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accel.feature import Context, Feature
+from accel.feature import Feature
 from accel.parallel.context import owners
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
@@ -90,10 +90,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | slice) -> Tenso
     return torch.cat(halves, dim=-1).to(x.dtype)
 
 
-def _elsewhere(context: Context) -> str | None:
-    return None if context.device == "cpu" else "Triton runs here"
-
-
 FEATURE = Feature(
     name="mla_rope_fusion",
     summary="serve --apply-rope-fusion of multi-latent attention without Triton",
@@ -101,7 +97,6 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     devices=("cpu",),
-    idle=_elsewhere,
     patches=(
         Patch(
             target=f"{_MODULE}:fused_apply_mla_rope_for_q",

@@ -88,9 +88,10 @@ def refuse_other_order(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def check_checkpoint_args(checkpoint_args: Any, *rest: Any, **options: Any) -> Any:
-        from megatron.training import get_args
+        from megatron.training import checkpointing
 
-        if problem := other_order(checkpoint_args, get_args()):
+        wanted = checkpointing.get_args()  # as upstream's module finds them
+        if problem := other_order(checkpoint_args, wanted):
             raise ValueError(problem)
         return original(checkpoint_args, *rest, **options)
 

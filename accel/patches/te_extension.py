@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from megatron.core.extensions import transformer_engine_spec_provider as upstream
 
-from accel.layers import stand_in
 from accel.patches.te_layers import CLASSES, EXTENSION, execute
 
 _EXECUTED = execute(EXTENSION)
@@ -16,10 +15,6 @@ globals().update({name: vars(_EXECUTED)[name] for name in CLASSES if hasattr(_EX
 TELayerNormColumnParallelLinearGathered = vars(
     execute("megatron.core.transformer.heterogeneous.linear_replacements")
 )["TELayerNormColumnParallelLinearGathered"]
-FP8GlobalStateManager = stand_in.FP8GlobalStateManager
-activation_recompute_forward = stand_in.activation_recompute_forward
-fp8_autocast = stand_in.fp8_autocast
-tex = stand_in.tex
 
 
 class TESpecProvider(upstream.TESpecProvider):

@@ -67,15 +67,8 @@ VERSIONS = {
     "megatron.core.transformer.transformer_config": "2.9.0",
     "megatron.training.arguments": "2.9.0",
 }
-"""Module, or top-level package -> the version of Transformer Engine that it is told.
-
-2.9 has delayed weight gradients (2.3, with overlapped reductions 2.8), grouped linear layers (1.9), the
-operations behind fused MLPs (1.13), q/k norms (1.9), padding masks and context parallelism (1.10), the
-softmax with an offset (2.8) and the largest attention logit (2.9), which accel's layers serve. Not told, so
-that Megatron itself refuses it: split attention (2.10). The router and permutation of 2.7 and 2.12 are the
-feature ``moe_fusion``, through other names.
-Everybody else is told 0: FP8 tensors, CUDA graphs, precision-aware optimizers and userbuffers are decided
-there."""
+"""Module, or top-level package -> the version of Transformer Engine that it is told; others are told 0.
+The router and permutation of 2.7 and 2.12 are the feature ``moe_fusion``, through other names."""
 
 CLASSES = (
     "TEActivationOp",
@@ -157,15 +150,17 @@ GUARDED = {
 """Module -> the names that it leaves ``None`` without Transformer Engine."""
 
 UNBOUND = {
-    f"{_CORE}.models.gpt.experimental_attention_variant_module_specs": ("TESpecProvider",),
+    f"{_CORE}.models.gpt.experimental_attention_variant_module_specs": (
+        "accel.patches.te_extension:TESpecProvider",
+    ),
     f"{_CORE}.tensor_parallel.random": (
-        "FP8GlobalStateManager",
-        "activation_recompute_forward",
-        "fp8_autocast",
+        "accel.layers.stand_in:FP8GlobalStateManager",
+        "accel.layers.stand_in:activation_recompute_forward",
+        "accel.layers.stand_in:fp8_autocast",
     ),
 }
-"""Module -> the names that it does not bind at all without Transformer Engine. That of random numbers reads
-them whenever a layer recomputes its output."""
+"""Module -> what it gets under names that it does not bind at all without Transformer Engine. That of random
+numbers reads them whenever a layer recomputes its output."""
 
 PARTITION = (
     f"{_CORE}.models.mimo.partition.utils",
@@ -333,8 +328,12 @@ def build_specs_again() -> Callable[[], None]:
     return undo
 
 
-def refuse_fp8(context: Context) -> list[str]:
-    """Raises ValueError for what accel's layers cannot do, before anything is built."""
+def prepare(context: Context) -> list[str]:
+    """A line for what is done in another way than was asked for.
+
+    Raises:
+        ValueError: accel's layers cannot do it at all; so before anything is built.
+    """
     args = context.args
     if te_installed() or getattr(args, "transformer_impl", None) != "transformer_engine":
         return []
@@ -344,6 +343,9 @@ def refuse_fp8(context: Context) -> list[str]:
                 f"--{name}-format {getattr(args, name)}: FP8 and FP4 need Transformer Engine; accel's "
                 "layers compute in fp32, bf16 and fp16 so far"
             )
+    ring = any("p2p" in how for how in getattr(args, "cp_comm_type", None) or [])
+    if ring and getattr(args, "context_parallel_size", 1) > 1:
+        return ["--cp-comm-type p2p: keys and values are gathered, there is no ring yet"]
     return []
 
 
@@ -389,7 +391,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     idle=_idle,
-    prepare=refuse_fp8,
+    prepare=prepare,
     around_validation=told_while_validating,
     switch_on=build_specs_again,
     patches=(
@@ -397,19 +399,19 @@ FEATURE = Feature(
         *(_class(module, name) for module, names in GUARDED.items() for name in names),
         *(
             Patch(
-                target=f"{module}:{name}",
-                replacement=f"accel.patches.te_extension:{name}",
+                target=f"{module}:{served.partition(':')[2]}",
+                replacement=served,
                 how="provide",
                 why="Without Transformer Engine the name is not bound, and using it is a NameError.",
                 optional=True,
             )
-            for module, names in UNBOUND.items()
-            for name in names
+            for module, what in UNBOUND.items()
+            for served in what
         ),
         *(
             Patch(
                 target=f"{module}:tex",
-                replacement="accel.patches.te_extension:tex",
+                replacement="accel.layers.stand_in:tex",
                 why="Which tokens of a pack a rank holds needs no Transformer Engine.",
                 optional=True,
             )

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from accel.feature import Context
-from accel.patches import command_line
+from accel.patches import command_line, te_layers
 from accel.patches.local_spec import without_te
 from accel.patches.optimizer_cpu_offload import offload_nothing
 from accel.patches.rope_fusion import without_the_flag
-from accel.patches.te_layers import refuse_fp8
 
 WITHOUT_TE = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is not None,
@@ -49,9 +48,20 @@ def test_te_spec_stays_where_our_layers_serve_it() -> None:
 def test_fp8_is_refused_in_one_line_before_anything_is_built(option: str) -> None:
     asked = context(transformer_impl="transformer_engine", **{option: "hybrid"})
     with pytest.raises(ValueError, match=f"--{option}-format hybrid: FP8 and FP4 need Transformer"):
-        refuse_fp8(asked)
+        te_layers.prepare(asked)
     asked.args.transformer_impl = "local"
-    assert refuse_fp8(asked) == []
+    assert te_layers.prepare(asked) == []
+
+
+@WITHOUT_TE
+def test_a_ring_that_is_none_is_said() -> None:
+    asked = context(
+        transformer_impl="transformer_engine", context_parallel_size=2, cp_comm_type=["a2a", "p2p"]
+    )
+    (note,) = te_layers.prepare(asked)
+    assert "keys and values are gathered" in note
+    asked.args.cp_comm_type = ["a2a"]
+    assert te_layers.prepare(asked) == []
 
 
 @WITHOUT_TE

@@ -16,7 +16,7 @@ import torch
 import accel
 from accel.feature import Context
 from accel.patches import te_layers
-from accel.patches.spec_checkpoints import as_saved, other_order
+from accel.patches.spec_checkpoints import as_saved, other_order, refuse_other_order
 from accel.patches.te_layers import VERSIONS
 
 pytestmark = pytest.mark.skipif(
@@ -193,3 +193,16 @@ def test_an_order_that_differs_is_refused_and_the_way_out_works() -> None:
     without_optimizer = run(**te)
     without_optimizer.no_load_optim = True
     assert other_order(run(), without_optimizer) is None
+
+
+def test_the_arguments_are_those_that_upstreams_module_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A program may hand the module its own, with none in Megatron's globals."""
+    from megatron.training import checkpointing
+
+    check = refuse_other_order(lambda saved: "checked")
+    monkeypatch.setattr(checkpointing, "get_args", run)
+    assert check(run()) == "checked"
+    with pytest.raises(ValueError, match="--dist-ckpt-optim-fully-reshardable"):
+        check(run(transformer_impl="transformer_engine"))
