@@ -40,6 +40,9 @@ $(VENV)/.megatron: $(VENV)/.requirements
 $(VENV)/.megatron-tests: $(VENV)/.requirements requirements/megatron-tests.txt
 	$(PY) -m pip install --disable-pip-version-check --quiet --upgrade --target $(VENV)/megatron-tests \
 	    --constraint requirements/dev.txt --requirement requirements/megatron-tests.txt
+	@# without its requirements: torch is there
+	$(PY) -m pip install --disable-pip-version-check --quiet --upgrade --target $(VENV)/megatron-tests \
+	    --no-deps emerging-optimizers==0.3.0
 	@touch $@
 
 $(VENV)/.data: $(VENV)/.native examples/demo/corpus.py
@@ -86,8 +89,9 @@ asan: setup
 
 # Megatron-LM's own unit tests with accel on top; MEGATRON is a clone at a supported version. An hour or two;
 # interrupted, it goes on where it stopped.
-test-megatron: setup $(VENV)/.megatron-tests
+test-megatron:
 	@test -n "$(MEGATRON)" || { echo "make test-megatron: give MEGATRON=<a clone of Megatron-LM>"; exit 2; }
+	@$(MAKE) --no-print-directory setup $(VENV)/.megatron-tests
 	PYTHONPATH=$(VENV)/megatron-tests $(PY) -W ignore -m accel.testing.megatron_tests $(MEGATRON) --report docs/megatron-tests.md
 
 clean:

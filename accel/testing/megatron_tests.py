@@ -9,7 +9,8 @@ no rank ran it, as passed if it passed wherever it ran; what a killed file left 
 
 What became of each file, and what its ranks printed, is kept in the folder of `--results`. A file that was
 run with the very same commit of accel is not run again: so a long run can be resumed, and the report
-(`--report`) is written from all of them.
+(`--report`) is written from all of them. `--plain` runs them with nothing but the CPU redirect, and keeps the
+results in a folder of their own: the report's column `before`.
 
 `tests/megatron_expected.toml` names the failures that are known, with the reason of each; the exit status
 is 1 if a test fails that is not there, or one that is there passes.
@@ -88,13 +89,17 @@ def kept_at(checkout: Path, file: Path, folder: Path) -> Path:
     return folder / f"{name.replace('/', '.')}.json"
 
 
+def read(kept: Path) -> FileResult | None:
+    """The results that are kept there, if there are."""
+    return FileResult(**json.loads(kept.read_text())) if kept.exists() else None
+
+
 def run_or_read(checkout: Path, file: Path, folder: Path, limits: argparse.Namespace) -> FileResult:
     """What `folder` holds of this file at this commit; else run it."""
     kept, commit = kept_at(checkout, file, folder), bench.commit()
-    if kept.exists():
-        result = FileResult(**json.loads(kept.read_text()))
+    if result := read(kept):
         same = result.commit == commit and not (commit or "-dirty").endswith("-dirty")
-        if same or limits.keep or limits.no_run:
+        if same or limits.keep:
             return result
     result = run_file(checkout, file, kept.with_suffix(""), limits)
     result.commit = commit
@@ -108,8 +113,8 @@ def run_file(checkout: Path, file: Path, results: Path, limits: argparse.Namespa
     for old in results.parent.glob(f"{results.name}.log.*"):
         old.unlink()
     start = time.monotonic()
-    ended, went_on = None, True
-    while went_on and (ended is None or ended):
+    deadline = start + limits.file_seconds
+    while True:
         Path(f"{results}.done").write_text(json.dumps(list(result.outcomes)))
         for old in results.parent.glob(f"{results.name}.[0-7]"):
             old.unlink()
@@ -117,8 +122,10 @@ def run_file(checkout: Path, file: Path, results: Path, limits: argparse.Namespa
         ranks = [
             _fork_rank(rank, port, checkout, file, results, limits) for rank in range(WORLD_SIZE)
         ]
-        ended = _wait(ranks, start + limits.file_seconds)
-        went_on = _collect(result, results, ended)
+        ended, stopped_rank = _wait(ranks, deadline)
+        stopped_in_a_test = _collect(result, results, ended, stopped_rank)
+        if not stopped_in_a_test or time.monotonic() > deadline:
+            break
     if ended:
         result.ended = ended
         _worse(result, "(the file)", "failed", ended)
@@ -126,24 +133,26 @@ def run_file(checkout: Path, file: Path, results: Path, limits: argparse.Namespa
     return result
 
 
-def _wait(ranks: list[int], deadline: float) -> str:
-    """Wait until all ranks are done; if one is stopped, or at the deadline, kill the others and say why."""
-    waiting, ended = set(ranks), ""
+def _wait(ranks: list[int], deadline: float) -> tuple[str, int | None]:
+    """Wait until all ranks are done; if one is stopped, or at the deadline, kill the others. Why they ended,
+    and the rank that was stopped first."""
+    waiting, ended, stopped_rank = set(ranks), "", None
     while waiting and not ended:
-        for pid in list(waiting):
-            done, status = os.waitpid(pid, os.WNOHANG)
+        for rank, pid in enumerate(ranks):
+            done, status = os.waitpid(pid, os.WNOHANG) if pid in waiting else (0, 0)
             if done:
                 waiting.discard(pid)
-                if status:
-                    ended = ended or _why_stopped(status)
+                if status and not ended:
+                    ended, stopped_rank = _why_stopped(status), rank
         if waiting and time.monotonic() > deadline:
             ended = ended or "the file's time is over"
         time.sleep(0.05)
-    for pid in waiting:
+    for pid in ranks:  # and what they have started, which outlives them
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
+    for pid in waiting:
         os.waitpid(pid, 0)
-    return ended
+    return ended, stopped_rank
 
 
 def _why_stopped(status: int) -> str:
@@ -204,29 +213,33 @@ def _plugins() -> list[str]:
     return ["pytest_timeout", *mock, megatron_plugin.__name__]
 
 
-def _collect(result: FileResult, results: Path, ended: str) -> bool:
-    """Put the ranks' outcomes together: the worst counts. If the run was `ended`, the first test that not all
-    ranks finished has failed, and those behind it count for nothing yet. Whether there was such a test."""
-    rows = []
+def _collect(result: FileResult, results: Path, ended: str, stopped_rank: int | None) -> bool:
+    """Put the ranks' outcomes together: the worst counts. If the run was `ended`, the test that the stopped
+    rank was in has failed (without such a rank, the first that not all ranks finished), and what only some ranks
+    have passed counts for nothing yet. Whether there was such a test."""
+    outcomes = collections.defaultdict[str, dict[int, tuple[str, str]]](dict)
+    last: dict[int, str] = {}
     for rank in range(WORLD_SIZE):
         path = Path(f"{results}.{rank}")
         for line in path.read_text().splitlines() if path.exists() else []:
             with contextlib.suppress(json.JSONDecodeError):  # the last line of a killed rank
-                rows.append((rank, json.loads(line)))
-    names = dict.fromkeys(row["test"] for _, row in rows)
-    finished = collections.defaultdict[str, set[int]](set)
-    for rank, row in rows:
-        if row["outcome"] != "started":
-            finished[row["test"]].add(rank)
-    for name in names:
+                row = json.loads(line)
+                last[rank] = row["test"]
+                of_rank = outcomes[row["test"]]
+                if row["outcome"] != "started":
+                    of_rank[rank] = row["outcome"], row["reason"]
+    unfinished = [name for name, of_rank in outcomes.items() if len(of_rank) < WORLD_SIZE]
+    blamed = None
+    if ended and unfinished:
+        blamed = unfinished[0] if stopped_rank is None else last.get(stopped_rank, unfinished[0])
+    for name, of_rank in outcomes.items():
         test = name.partition("::")[2] or "(the file)"
-        for _, row in rows:
-            if row["test"] == name and row["outcome"] != "started":
-                _worse(result, test, row["outcome"], row["reason"])
-        if ended and len(finished[name]) < WORLD_SIZE:
+        passed_by_some = ended and name in unfinished and "failed" not in dict(of_rank.values())
+        for outcome, reason in () if passed_by_some else of_rank.values():
+            _worse(result, test, outcome, reason)
+        if name == blamed:
             _worse(result, test, "failed", ended)
-            return True
-    return False
+    return blamed is not None
 
 
 def _worse(result: FileResult, test: str, outcome: str, reason: str) -> None:
@@ -256,31 +269,43 @@ def main() -> int:
         "--no-run", action="store_true", help="only report on the files that were run already"
     )
     parser.add_argument(
-        "--plain", action="store_true", help="with nothing but the CPU redirect, to compare with"
+        "--plain",
+        action="store_true",
+        help="with nothing but the CPU redirect: the column `before`",
     )
     parser.add_argument("--file-seconds", type=int, default=900)
-    parser.add_argument("--test-seconds", type=int, default=60)
+    parser.add_argument("--test-seconds", type=int, default=240)
     args = parser.parse_args()
+    if args.plain and args.report:
+        parser.error("--plain has no report of its own: write it without --plain, after this run")
     checkout = args.checkout.resolve()
     files = find_files(checkout, args.only)
     sys.path.insert(0, str(checkout))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _prepare(plain=args.plain)
-    args.results.mkdir(parents=True, exist_ok=True)
+    results, before = args.results.resolve(), args.results.resolve() / "plain"
+    folder = before if args.plain else results
+    folder.mkdir(parents=True, exist_ok=True)
     known = tomllib.loads(EXPECTED.read_text())
     found = []
     for file in files:
         if reason := why_not_run(str(file.relative_to(checkout / "tests" / "unit_tests")), known):
             print(f"not run: {file.name}: {reason}", flush=True)
             continue
-        if args.no_run and not kept_at(checkout, file, args.results).exists():
+        if args.no_run:
+            result = read(kept_at(checkout, file, folder))
+        else:
+            result = run_or_read(checkout, file, folder, args)
+        if result is None:
             continue
-        result = run_or_read(checkout, file, args.results.resolve(), args)
         found.append(result)
         counts = " ".join(f"{outcome} {result.count(outcome):4}" for outcome in OUTCOMES)
         print(f"{result.name:70} {counts} {result.seconds:5.0f} s {result.ended}", flush=True)
     if args.report:
-        args.report.write_text(report(found, known, len(files)))
+        plain = [read(kept_at(checkout, file, before)) for file in files]
+        args.report.write_text(report(found, known, len(files), [r for r in plain if r]))
+    if args.plain:
+        return 0
     wrong = unexpected(found, known["failure"])
     for line in wrong:
         print(line)
@@ -312,10 +337,17 @@ def unexpected(found: list[FileResult], known: list[dict]) -> list[str]:
     return lines
 
 
-def report(found: list[FileResult], known: dict[str, Any], num_files: int) -> str:
-    """The page `docs/megatron-tests.md`, of `found` among `num_files`."""
+def totals_of(results: list[FileResult]) -> dict[str, int]:
+    return {outcome: sum(r.count(outcome) for r in results) for outcome in OUTCOMES}
+
+
+def report(
+    found: list[FileResult], known: dict[str, Any], num_files: int, before: list[FileResult]
+) -> str:
+    """The page `docs/megatron-tests.md`, of `found` among `num_files`, beside the results of `--plain`."""
     version = importlib.import_module("megatron.core").__version__.partition("+")[0]
-    totals = {outcome: sum(r.count(outcome) for r in found) for outcome in OUTCOMES}
+    totals = totals_of(found)
+    passed_before = {r.name: str(r.count("passed")) for r in before}
     ran = totals["passed"] + totals["failed"]
     causes = collections.Counter(
         expected_reason(r.name, test, known["failure"]) or "not listed"
@@ -326,6 +358,13 @@ def report(found: list[FileResult], known: dict[str, Any], num_files: int) -> st
     beyond = sum(
         count for reason, count in causes.items() if reason.startswith(tuple(known["beyond"]))
     )
+    compared = "The column `before` is filled by `--plain`, which was not run."
+    if before:
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in totals_of(before).items())
+        compared = (
+            f"Before, with the CPU redirect alone: {counts} in {len(before)} files; a file that cannot be "
+            "collected is one failure."
+        )
     lines = [
         "<!-- Written by `make test-megatron MEGATRON=<checkout>`. -->",
         "",
@@ -339,6 +378,8 @@ def report(found: list[FileResult], known: dict[str, Any], num_files: int) -> st
         f"{totals['passed'] / max(1, ran - beyond):.1%} of those that need none of: "
         f"{'; '.join(known['beyond'])}.",
         "",
+        compared,
+        "",
         "Test files that import `transformer_engine` themselves, or ask for its version, are shown accel's "
         "layers by the runner; outside of these tests the import fails as before.",
         "",
@@ -350,15 +391,18 @@ def report(found: list[FileResult], known: dict[str, Any], num_files: int) -> st
         "|---|---|",
         *(f"| {file} | {e['reason']} |" for e in known["not_run"] for file in e["files"]),
         "",
-        "| file | passed | failed | skipped | first reason | commit |",
-        "|---|---|---|---|---|---|",
+        "| file | passed before | passed | failed | skipped | first reason | commit |",
+        "|---|---|---|---|---|---|---|",
     ]
     for r in found:
         failed = [r.reasons[test] for test, outcome in r.outcomes.items() if outcome == "failed"]
         first = failed[0].replace("|", "\\|")[:100] if failed else ""
         counts = " | ".join(str(r.count(outcome)) for outcome in OUTCOMES)
         commit, _, dirty = (r.commit or "").partition("-")
-        lines.append(f"| {r.name} | {counts} | {first} | {commit[:7]}{dirty and '-' + dirty} |")
+        was = passed_before.get(r.name, "")
+        lines.append(
+            f"| {r.name} | {was} | {counts} | {first} | {commit[:7]}{dirty and '-' + dirty} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -388,3 +432,6 @@ def _prepare(plain: bool) -> None:
 
 if __name__ == "__main__":
     raise SystemExit(main())
+# a process that a test spawns, such as the one that writes checkpoints
+if __name__ == "__mp_main__":
+    importlib.import_module("accel.megatron_adaptor")

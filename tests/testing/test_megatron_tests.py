@@ -23,7 +23,7 @@ def result(ended: str = "", **outcomes: str) -> FileResult:
 
 
 def collected(
-    folder: Path, ranks: list[dict[str, str]], ended: str = ""
+    folder: Path, ranks: list[dict[str, str]], ended: str = "", stopped_rank: int | None = None
 ) -> tuple[FileResult, bool]:
     """What `_collect` makes of one dict, test -> outcome, for each rank."""
     for rank, outcomes in enumerate(ranks):
@@ -32,7 +32,7 @@ def collected(
         )
         (folder / f"file.{rank}").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = FileResult(FILE, None, 1.0)
-    return found, megatron_tests._collect(found, folder / "file", ended)
+    return found, megatron_tests._collect(found, folder / "file", ended, stopped_rank)
 
 
 def test_the_worst_rank_counts(tmp_path: Path) -> None:
@@ -51,6 +51,17 @@ def test_the_test_that_stopped_a_rank_has_failed_and_those_behind_it_are_open(
     assert found.outcomes == {"a": "passed", "b": "failed"}
     assert found.reasons["b"] == "a rank's test took too long"
     assert stopped
+
+
+def test_a_rank_that_is_slow_when_another_stops_has_not_failed(tmp_path: Path) -> None:
+    ranks = [{"a": "passed", "b": "started"} for _ in range(WORLD_SIZE)]
+    ranks[0] = {"a": "started"}
+    found, stopped = collected(tmp_path, ranks, ended="a rank ended early", stopped_rank=3)
+    assert found.outcomes == {"b": "failed"}
+    assert stopped
+    ranks[1] = {"a": "failed", "b": "started"}  # that one has
+    found, _ = collected(tmp_path, ranks, ended="a rank ended early", stopped_rank=3)
+    assert found.outcomes == {"a": "failed", "b": "failed"}
 
 
 RUN_A_FILE = """
@@ -94,14 +105,17 @@ def test_failures_must_be_known_and_known_ones_must_fail() -> None:
 def test_the_report_counts_what_ran() -> None:
     not_run = [{"reason": "too large", "files": ["x.py"]}]
     known = {"failure": KNOWN, "beyond": ["needs FP8"], "not_run": not_run}
-    text = report([result(a="passed", b="passed", fp8="failed", c="skipped")], known, 3)
+    found = [result(a="passed", b="passed", fp8="failed", c="skipped")]
+    before = [result(a="passed", b="failed")]
+    text = report(found, known, 3, before)
     assert (
         "**2 passed, 1 failed, 1 skipped** in 1 of 3 files: 66.7% of the tests that ran, 100.0%"
         in text
     )
     assert "| needs FP8 | 1 |" in text
     assert "| x.py | too large |" in text
-    assert f"| {FILE} | 2 | 1 | 1 | why | c0ffee |" in text
+    assert "Before, with the CPU redirect alone: 1 passed, 1 failed, 0 skipped in 1 files" in text
+    assert f"| {FILE} | 1 | 2 | 1 | 1 | why | c0ffee |" in text
 
 
 def test_results_of_another_commit_are_not_taken(
@@ -123,10 +137,10 @@ def test_results_of_another_commit_are_not_taken(
         ("two-dirty", 4),
     ):
         monkeypatch.setattr(megatron_tests.bench, "commit", lambda commit=commit: commit)
-        limits = SimpleNamespace(keep=False, no_run=False)
+        limits = SimpleNamespace(keep=False)
         found = megatron_tests.run_or_read(tmp_path, file, tmp_path, limits)
         assert (len(runs), found.commit) == (expected, commit)
-    limits = SimpleNamespace(keep=True, no_run=False)
+    limits = SimpleNamespace(keep=True)
     found = megatron_tests.run_or_read(tmp_path, file, tmp_path, limits)
     assert (len(runs), found.commit) == (4, "two-dirty")
 
