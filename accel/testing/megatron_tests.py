@@ -215,8 +215,8 @@ def _plugins() -> list[str]:
 
 def _collect(result: FileResult, results: Path, ended: str, stopped_rank: int | None) -> bool:
     """Put the ranks' outcomes together: the worst counts. If the run was `ended`, the test that the stopped
-    rank was in has failed (without such a rank, the first that not all ranks finished), and what only some ranks
-    have passed counts for nothing yet. Whether there was such a test."""
+    rank was in has failed (without such a rank, the first that not all ranks finished), and what only some
+    ranks have passed counts for nothing yet. Whether there was such a test."""
     outcomes = collections.defaultdict[str, dict[int, tuple[str, str]]](dict)
     last: dict[int, str] = {}
     for rank in range(WORLD_SIZE):
