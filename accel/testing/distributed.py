@@ -3,11 +3,11 @@
     @pytest.mark.distributed(world_size=2)
     def test_something(): ...  # runs on every rank
 
-Under plain pytest the marked tests of a module are run by one torchrun launch, the first time that
-one of them is due: each rank is a pytest of its own, reports every test to a file, and a test fails
-here if it failed on any rank. A crash or a hang costs the test in which it happened; the rest is
-launched again. Under ``torchrun --nproc-per-node N -m pytest tests/distributed`` (real GPUs) the
-tests simply run; one that wants another number of ranks is skipped and says so.
+Under plain pytest the marked tests of a module are run by one launch (:mod:`accel.testing.ranks`), the first
+time that one of them is due: each rank is a pytest of its own, reports every test to a file, and a test fails
+here if it failed on any rank. A crash or a hang costs the test in which it happened; the rest is launched
+again. Under ``torchrun --nproc-per-node N -m pytest tests/distributed`` (real GPUs) the tests simply run; one
+that wants another number of ranks is skipped and says so.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from accel.testing.ranks import Launcher
 
 __all__ = ["launch", "under_torchrun"]
 
@@ -49,7 +48,7 @@ def launch(
     One thread for each rank, a free rendezvous port. Fails the test, with the end of the output, when
     a rank fails or after ``seconds``.
     """
-    status, output = _torchrun(world_size, command, seconds, environment or {})
+    status, output = _launch(world_size, command, seconds, environment or {})
     if status != 0:
         why = f"not done after {seconds} s" if status is None else f"exit status {status}"
         pytest.fail(f"{world_size} ranks: {why}\n{_tail(output)}", pytrace=False)
@@ -60,11 +59,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "distributed(world_size): runs on several ranks")
 
 
+def pytest_unconfigure() -> None:
+    _LAUNCHER.close()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not under_torchrun():
         for item in items:
             if item.get_closest_marker("distributed"):
-                # the first test of a module pays for all of them; torchrun has a limit of its own
+                # the first test of a module pays for all of them; the launch has a limit of its own
                 item.add_marker(pytest.mark.timeout(0))
 
 
@@ -143,7 +146,7 @@ class Batch:
                 command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *left]
                 # a rank that waits in C++ never sees a signal: the thread ends the process
                 command += [f"--timeout={SECONDS_PER_TEST}", "--timeout-method=thread"]
-                status, output = _torchrun(
+                status, output = _launch(
                     self.world_size, command, SECONDS_PER_TEST * len(left), {_REPORTS: reports}
                 )
                 self._read(Path(reports), left)
@@ -171,6 +174,7 @@ class Batch:
                 self.outcomes[test] = ("passed", "".join(printed))
 
 
+_LAUNCHER = Launcher()
 _AGENT: pytest.StashKey[tuple[str, int]] = pytest.StashKey()
 _BATCHES: pytest.StashKey[dict[tuple[Path, int], Batch]] = pytest.StashKey()
 
@@ -185,31 +189,19 @@ def _siblings(item: pytest.Function, world_size: int) -> list[str]:
     ]
 
 
-def _torchrun(
+def _launch(
     world_size: int, command: Sequence[str], seconds: float, environment: Mapping[str, str]
 ) -> tuple[int | None, str]:
     """Exit status (``None``: the time was over) and output."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    if command[0] == "-m":
-        torchrun, command = [*torchrun, "--module"], command[1:]
     inherited = {
         k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", *_FROM_TORCHRUN))
     }
-    options: dict[str, Any] = {
-        "env": {**inherited, "OMP_NUM_THREADS": "1", **environment},
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "timeout": seconds,
-    }
-    try:
-        done = subprocess.run([sys.executable, *torchrun, *command], **options)
-    except subprocess.TimeoutExpired as e:
-        return None, (e.stdout or b"").decode(errors="replace")
-    return done.returncode, done.stdout.decode(errors="replace")
+    environment = {**inherited, "OMP_NUM_THREADS": "1", **environment}
+    with tempfile.NamedTemporaryFile(prefix="accel-launch-") as output:
+        status = _LAUNCHER.run(world_size, command, environment, output.name, seconds)
+        return status, output.read().decode(errors="replace")
 
 
 def _tail(output: str) -> str:
-    """The last lines that a rank printed; torchrun's own account of the failure adds nothing."""
-    lines = output.splitlines()
-    ends = [i for i, line in enumerate(lines) if "multiprocessing/api.py" in line]
-    return "\n".join(lines[: ends[0] if ends else len(lines)][-_TAIL_LINES:])
+    """The last lines that the ranks printed."""
+    return "\n".join(output.splitlines()[-_TAIL_LINES:])
