@@ -13,7 +13,7 @@ from accel.ops import grouped_gemm
 from accel.ops.grouped_gemm import accumulate_wgrad
 from accel.parallel.linear import Layout, leave_gradient, main_grad_of, weight_gradient_added
 
-__all__ = ["GroupedLinear", "grouped_linear"]
+__all__ = ["GroupedLinear", "add_biases", "grouped_linear"]
 
 
 def grouped_linear(
@@ -21,6 +21,19 @@ def grouped_linear(
 ) -> Tensor:
     """`[T, K]`, E weights `[N, K]` and counts `[E]` on the host -> `[T, N]`; no communication."""
     return _GroupedLinear.apply(x_TK, tokens_per_expert, layout, *weights)
+
+
+def add_biases(
+    y_TN: Tensor,
+    biases: Sequence[Tensor],
+    tokens_per_expert: Tensor,
+    scales_T: Tensor | None = None,
+) -> Tensor:
+    """To each row its expert's bias `[N]`, times the row's scale if there are scales; in the rows' dtype."""
+    rows_TN = torch.stack(list(biases)).repeat_interleave(tokens_per_expert.to(y_TN.device), dim=0)
+    if scales_T is not None:
+        rows_TN = rows_TN * scales_T.view(-1, 1)
+    return (y_TN + rows_TN).to(y_TN.dtype)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -80,6 +93,9 @@ class GroupedLinear(ParallelLayer):
     State dict: `weight0 ... [N, K]`, `bias0 ... [N]`, `_extra_state` (empty).
     """
 
+    single_grouped_weight = single_grouped_bias = False
+    """Whether all experts share one parameter: Transformer Engine 2.14 has that."""
+
     def __init__(self, num_gemms: int, in_features: int, out_features: int, **shared: Any) -> None:
         super().__init__(in_features, out_features, **shared)
         self.num_gemms = num_gemms
@@ -105,8 +121,7 @@ class GroupedLinear(ParallelLayer):
         biases = [getattr(self, f"bias{e}") for e in range(self.num_gemms)]
         if self.return_bias:
             return y, biases
-        rows_TN = torch.stack(biases).repeat_interleave(counts.to(x.device), dim=0)
-        return y + rows_TN.view_as(y)
+        return add_biases(y.view(-1, y.shape[-1]), biases, counts).view_as(y)
 
     def extra_repr(self) -> str:
         return (

@@ -15,8 +15,10 @@ spec with the same seed; checkpoints of either spec load in the other (``spec_ch
 What Megatron asks the version of Transformer Engine for, and what it is told, module by module: 2.9 where
 accel's layers serve what the gate guards (grouped linear layers 1.9, q/k norms 1.9, padding masks and context
 parallelism 1.10, fused MLPs 1.13, delayed weight gradients 2.3 and 2.8, the softmax with an offset 2.8, the
-largest attention logit 2.9); 0 where FP8 and FP4 tensors, CUDA graphs, userbuffers or an optimizer of its own
-are decided. So Megatron itself refuses split attention (2.10) and the grouped operations of 2.14.
+largest attention logit 2.9); 2.14 in the grouped experts, whose operations for
+``--use-transformer-engine-op-fuser`` are there; 0 where FP8 and FP4 tensors, CUDA graphs, userbuffers or an
+optimizer of its own are decided. So Megatron itself refuses split attention (2.10), one parameter for all
+experts (2.14) and the dense MLP as a group of one (2.14), which computes in FP8 only.
 
 Context parallelism, for which stock needs Transformer Engine: ``--cp-comm-type p2p`` and ``all_gather``
 gather the keys and values of a layer, ``a2a`` exchanges heads, ``a2a+p2p`` does both; packed sequences too.
@@ -54,6 +56,7 @@ HAVE_TE = True
 EXTENSION = "megatron.core.extensions.transformer_engine"
 _UTILS = "megatron.core.utils"
 _CORE = "megatron.core"
+EXPERTS = f"{_CORE}.transformer.moe.experts"
 
 VERSIONS = {
     EXTENSION: "2.9.0",
@@ -64,6 +67,7 @@ VERSIONS = {
     "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": "2.9.0",
     "megatron.core.models.mimo.partition.utils": "2.9.0",
     "megatron.core.models.multimodal.llava_model": "2.9.0",
+    EXPERTS: "2.14.0",
     "megatron.core.transformer.transformer_config": "2.9.0",
     "megatron.training.arguments": "2.9.0",
 }
@@ -209,17 +213,21 @@ def _modules() -> dict[str, types.ModuleType]:
     from accel.patches import moe_fusion
 
     router = ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss")
-    modules = stand_in.modules(
+    return stand_in.modules(
         distributed={"CudaRNGStatesTracker": CudaRNGStatesTracker},
         router={n: getattr(moe_fusion, n) for n in (*router, "fused_topk_with_score_function")},
     )
+
+
+@functools.cache
+def _utils_that_tell(version: str) -> types.ModuleType:
     utils = types.ModuleType(_UTILS)
     vars(utils).update(vars(importlib.import_module(_UTILS)))
     vars(utils).update(
-        get_te_version=lambda: Version(VERSIONS[EXTENSION]),
-        is_te_min_version=functools.partial(_is_at_least, VERSIONS[EXTENSION]),
+        get_te_version=lambda: Version(version),
+        is_te_min_version=functools.partial(_is_at_least, version),
     )
-    return {**modules, _UTILS: utils}
+    return utils
 
 
 def import_with_layers(
@@ -233,7 +241,10 @@ def import_with_layers(
     package = name.partition(".")[0]
     if name == EXTENSION and fromlist:
         return execute(EXTENSION)
-    if package == "transformer_engine" or (name == _UTILS and fromlist):
+    if name == _UTILS and fromlist:
+        asks = str((globals or {}).get("__name__"))
+        return _utils_that_tell(VERSIONS.get(asks, VERSIONS[EXTENSION]))
+    if package == "transformer_engine":
         found = _modules().get(name if fromlist else package)
         if found is None:
             raise ModuleNotFoundError(f"accel's layers have no {name}", name=name)
@@ -377,7 +388,7 @@ _VERSION = Patch(
 )
 
 _FLAGS = (
-    *((module, "HAVE_TE") for module in (EXTENSION, *GUARDED) if module not in UNGUARDED),
+    *((module, "HAVE_TE") for module in (EXTENSION, EXPERTS, *GUARDED) if module not in UNGUARDED),
     (f"{_CORE}.models.gpt.experimental_attention_variant_module_specs", "HAVE_TE"),
     (f"{_CORE}.transformer.heterogeneous.linear_replacements", "HAVE_TE"),
     (f"{_CORE}.models.mimo.partition.utils", "_HAVE_TEX"),
@@ -425,6 +436,18 @@ FEATURE = Feature(
                 optional=True,
             )
             for module, flag in _FLAGS
+        ),
+        Patch(
+            target=f"{EXPERTS}:te",
+            replacement="accel.patches.te_extension:te",
+            why="The operations that grouped experts are made of with the op fuser.",
+            optional=True,
+        ),
+        Patch(
+            target=f"{EXPERTS}:TEGroupedMLP._is_fused_impl_supported",
+            replacement="accel.patches.te_extension:is_fused_impl_supported",
+            why="It imports these operations from the package.",
+            optional=True,
         ),
         Patch(
             target=f"{_CORE}.models.vision.clip_vit_model:CLIPViTModel.__init__",

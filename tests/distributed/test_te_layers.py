@@ -65,6 +65,16 @@ def test_overlapped_and_delayed_steps_are_the_plain_ones(fusion: list[str]) -> N
     assert numbers(launch(2, delayed, seconds=150)) == expected
 
 
+def test_experts_of_the_op_fuser_are_the_plain_ones() -> None:
+    flags = "--moe-grouped-gemm --bf16 --train-iters 5 --expert-model-parallel-size 2".split()
+    plain = [str(SCRIPT), *MODEL, *MOE, *TE, *flags]
+    fused = [*plain, "--use-transformer-engine-op-fuser"]
+    asked = {"NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}  # Megatron 0.19 wants it beside the flag
+    expected = numbers(launch(2, plain, seconds=150))
+    assert len(expected) == 5
+    assert numbers(launch(2, fused, seconds=150, environment=asked)) == expected
+
+
 def test_an_optimizer_state_in_the_other_specs_order_is_refused(tmp_path: Path) -> None:
     command = [str(SCRIPT), *MODEL, "--use-distributed-optimizer", "--train-iters", "2"]
     launch(1, [*command, *LOCAL, "--save", str(tmp_path), "--save-interval", "2"], seconds=150)
