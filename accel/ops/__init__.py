@@ -19,6 +19,7 @@ from accel.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_en
 from accel.ops.masked_softmax import masked_softmax, masked_softmax_ref
 from accel.ops.moe_permute import moe_permute, moe_row_map, moe_unpermute
 from accel.ops.multi_tensor import l2_norm, l2_norm_ref, scale, scale_ref
+from accel.ops.remainder import join_remainder, split_remainder
 from accel.ops.rms_norm import rms_norm, rms_norm_ref
 from accel.ops.rope import rope, rope_ref
 from accel.ops.topk_router import moe_aux_scores, topk_router
@@ -38,6 +39,7 @@ __all__ = [
     "gemm_accumulate_ref",
     "grouped_gemm",
     "grouped_gemm_ref",
+    "join_remainder",
     "l2_norm",
     "l2_norm_ref",
     "layer_norm",
@@ -56,6 +58,7 @@ __all__ = [
     "rope_ref",
     "scale",
     "scale_ref",
+    "split_remainder",
     "squared_relu",
     "swiglu",
     "topk_router",

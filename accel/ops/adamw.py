@@ -12,9 +12,11 @@ Letters     w  weight ("params"), m  exp_avg, v  exp_avg_sq, t  step, one for ea
             Without bias correction the two 1 - beta^t are 1.
 Dtypes      w, m, v: float32 (w is the master weight of a model in bf16 or fp16). grad and copy:
             float32, bfloat16 or float16. t: float32, on the host. All arithmetic is fp32; copy is w
-            rounded to nearest, ties to even.
+            rounded to nearest, ties to even. Or w is bfloat16 with an int16 remainder
+            (`accel.ops.remainder`): what is stepped is the fp32 number that both tell, and no copy is
+            needed.
 Moved       read grad, w, m, v; write w, m, v, copy: 28 bytes per element where all is fp32 and there
-            is no copy. Every tensor once.
+            is no copy, and where w has a remainder. Every tensor once.
 Order       element by element: neither the number of threads nor the other tensors change a bit.
 Autograd    none: changes its arguments in place, under `torch.no_grad`.
 Limits      `unsupported_reason`. No amsgrad (a fifth tensor of traffic, which no Megatron option asks
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor
 
 from accel.ops._dispatch import log_fallback, missing_kernel
+from accel.ops.remainder import join_remainder, split_remainder
 
 __all__ = ["adamw", "adamw_ref", "unsupported_reason"]
 
@@ -40,6 +43,7 @@ def adamw_ref(
     exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[Tensor],
     copies: Sequence[Tensor] = (),
+    remainders: Sequence[Tensor] = (),
     *,
     lr: float,
     betas: tuple[float, float],
@@ -53,7 +57,8 @@ def adamw_ref(
     contract as `adamw`."""
     beta1, beta2 = betas
     lists = zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True)
-    for i, (w, grad, m, v, step) in enumerate(lists):
+    for i, (param, grad, m, v, step) in enumerate(lists):
+        w = join_remainder(param, remainders[i]) if remainders else param
         step += 1
         g = grad.to(w.dtype)
         if grad_scale is not None:
@@ -69,6 +74,9 @@ def adamw_ref(
         w.addcdiv_(m, denominator, value=-lr / (1 - beta1**t))
         if copies:
             copies[i].copy_(w)
+        if remainders:
+            for kept, new in zip((param, remainders[i]), split_remainder(w), strict=True):
+                kept.copy_(new)
 
 
 def unsupported_reason(
@@ -78,9 +86,15 @@ def unsupported_reason(
     exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[Tensor],
     copies: Sequence[Tensor] = (),
+    remainders: Sequence[Tensor] = (),
 ) -> str | None:
     """Why `adamw` takes the reference for valid inputs; None if it takes the kernel."""
-    for name, tensors in (("params", params), ("exp_avgs", exp_avgs), ("exp_avg_sqs", exp_avg_sqs)):
+    masters = () if remainders else params
+    for name, tensors in (
+        ("params", masters),
+        ("exp_avgs", exp_avgs),
+        ("exp_avg_sqs", exp_avg_sqs),
+    ):
         for t in tensors:
             if t.dtype != torch.float32:
                 return f"{name} of dtype {t.dtype} (the kernels take float32)"
@@ -88,7 +102,7 @@ def unsupported_reason(
         dtypes = {t.dtype for t in tensors}
         if len(dtypes) > 1 or not dtypes <= FLOAT_DTYPES:
             return f"{name} of {dtypes} (the kernels take one of float32, bfloat16 and float16)"
-    for tensors in (params, grads, exp_avgs, exp_avg_sqs, copies):
+    for tensors in (params, grads, exp_avgs, exp_avg_sqs, copies, remainders):
         if not all(t.is_contiguous() for t in tensors):
             return "a tensor that is not contiguous"
     if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in steps):
@@ -99,8 +113,8 @@ def unsupported_reason(
 torch.library.define(
     "accel::adamw_",
     "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
-    " Tensor(d!)[] steps, Tensor(e!)[] copies, Tensor? grad_scale, float lr, float beta1,"
-    " float beta2, float eps, float weight_decay, bool decoupled, bool bias_correction) -> ()",
+    " Tensor(d!)[] steps, Tensor(e!)[] copies, Tensor(f!)[] remainders, Tensor? grad_scale, float lr,"
+    " float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool bias_correction) -> ()",
 )
 _step = torch.ops.accel.adamw_.default
 
@@ -117,6 +131,7 @@ def adamw(
     exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[Tensor],
     copies: Sequence[Tensor] = (),
+    remainders: Sequence[Tensor] = (),
     *,
     lr: float,
     betas: tuple[float, float],
@@ -135,6 +150,7 @@ def adamw(
         steps: one number for each parameter, how many steps were done; 1 is added first.
         copies: the weights in the dtype that the model computes in, one for each parameter or none;
             overwritten.
+        remainders: what bfloat16 params lack of fp32, int16, one for each parameter or none; updated.
         lr: learning rate.
         betas: decay rates of the moments.
         eps: added to the denominator.
@@ -146,7 +162,8 @@ def adamw(
 
     Raises:
         ValueError: lists of different lengths or shapes, tensors on several devices, what is no
-            float, or gradients recorded (call it under `torch.no_grad`).
+            float, remainders that are not int16 or whose params are not bfloat16, remainders beside
+            copies, or gradients recorded (call it under `torch.no_grad`).
 
     Where `unsupported_reason` has something to say, that is logged once and `adamw_ref` computes
     instead.
@@ -155,11 +172,13 @@ def adamw(
     _check(
         params, steps, {name: list_ for name, list_ in lists.items() if name != "copies" or list_}
     )
+    if remainders:
+        _check_remainders(params, copies, remainders)
     if grad_scale is not None and grad_scale.numel() != 1:
         raise ValueError(f"adamw: grad_scale must be one number, got {list(grad_scale.shape)}")
     if not params:
         return
-    tensors = (params, grads, exp_avgs, exp_avg_sqs, steps, copies)
+    tensors = (params, grads, exp_avgs, exp_avg_sqs, steps, copies, remainders)
     if reason := unsupported_reason(*tensors):
         log_fallback("adamw", reason)
         adamw_ref(
@@ -201,3 +220,24 @@ def _check(
             )
         if step.numel() != 1:
             raise ValueError(f"adamw: steps[{i}] must be one number, got {list(step.shape)}")
+
+
+def _check_remainders(
+    params: Sequence[Tensor], copies: Sequence[Tensor], remainders: Sequence[Tensor]
+) -> None:
+    if copies:
+        raise ValueError(
+            "adamw: params with remainders are what a model computes in: give no copies"
+        )
+    if len(remainders) != len(params):
+        raise ValueError(
+            f"adamw: needs one of remainders for each of {len(params)} params, got {len(remainders)}"
+        )
+    for i, (r, p) in enumerate(zip(remainders, params, strict=True)):
+        if p.dtype != torch.bfloat16:
+            raise ValueError(f"adamw: params[{i}] with a remainder must be bfloat16, got {p.dtype}")
+        if r.dtype != torch.int16 or r.shape != p.shape or r.device != p.device:
+            raise ValueError(
+                f"adamw: remainders[{i}] must be int16, of shape {list(p.shape)} and on {p.device} like "
+                f"params[{i}], got {r.dtype} {list(r.shape)} on {r.device}"
+            )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from accel.ops import adamw, adamw_ref
+from accel.ops import adamw, adamw_ref, split_remainder
 from accel.ops._dispatch import _log_fallback_once
 from accel.ops.adamw import unsupported_reason
 from accel.testing.tolerance import assert_close_to_baseline
@@ -74,8 +74,11 @@ class TestAdamw(OpContract):
         rest = (1e-3, 0.9, 0.95, 1e-8, 0.1, True, True)
         op = torch.ops.accel.adamw_.default
         copies = [t.bfloat16() for t in w]
-        yield op, (w, g, m, v, steps, copies, torch.tensor(0.5), *rest)
-        yield op, (w, [t.bfloat16() for t in g], m, v, steps, [], None, *rest)
+        yield op, (w, g, m, v, steps, copies, [], torch.tensor(0.5), *rest)
+        yield op, (w, [t.bfloat16() for t in g], m, v, steps, [], [], None, *rest)
+        pairs = [split_remainder(t) for t in w]
+        halves = [p[0] for p in pairs], [p[1] for p in pairs]
+        yield op, (halves[0], g, m, v, steps, [], halves[1], None, *rest)
 
     test_gradients_accumulate_over_micro_batches = None  # there are none
 
@@ -267,11 +270,12 @@ def test_bad_input_is_refused(message):
         (4, []),
         (5, [torch.ones(4, dtype=torch.int32)]),
         (5, [torch.ones(5)]),
+        (6, [torch.ones(4, dtype=torch.int16)]),
     ],
 )
 def test_the_kernel_checks_again(position, value):
     arguments = [[torch.ones(4)], [torch.ones(4)], [torch.ones(4)], [torch.ones(4)]]
-    arguments += [[torch.tensor(0.0)], []]
+    arguments += [[torch.tensor(0.0)], [], []]
     arguments[position] = value
     with pytest.raises(ValueError, match="adamw"):
         torch.ops.accel.adamw_(*arguments, None, 1e-3, 0.9, 0.95, 1e-8, 0.1, True, True)
