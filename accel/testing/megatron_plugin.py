@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import functools
 import json
+import multiprocessing
 import os
 import sys
 import types
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from packaging.version import Version
 
@@ -67,6 +69,20 @@ def forbid_downloads() -> None:
 
     module.download_and_extract_asset = refuse
     sys.modules[name] = module
+
+
+def spawn_from_a_server() -> None:
+    """Let processes that tests spawn, such as the writers of checkpoints, be forked from one that each rank
+    starts once, as clean as a spawned one. It has accel, which takes longer to import than a test runs."""
+    get_context = multiprocessing.get_context
+
+    @functools.wraps(get_context)
+    def get(method: str | None = None) -> Any:
+        return get_context("forkserver" if method == "spawn" else method)
+
+    multiprocessing.get_context = torch.multiprocessing.get_context = get
+    writer = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+    multiprocessing.set_forkserver_preload(["accel.megatron_adaptor", writer])
 
 
 def reuse_groups() -> None:

@@ -11,7 +11,14 @@ from types import SimpleNamespace
 import pytest
 
 from accel.testing import megatron_tests
-from accel.testing.megatron_tests import WORLD_SIZE, FileResult, report, unexpected
+from accel.testing.megatron_tests import (
+    WORLD_SIZE,
+    FileResult,
+    report,
+    unexpected,
+    update,
+    without_folders,
+)
 
 FILE = "transformer/test_x.py"
 KNOWN = [{"reason": "needs FP8", "tests": ["*fp8*"]}]
@@ -65,12 +72,12 @@ def test_a_rank_that_is_slow_when_another_stops_has_not_failed(tmp_path: Path) -
 
 
 RUN_A_FILE = """
-import argparse, pathlib, sys
+import argparse, json, pathlib, sys
 from accel.testing import megatron_tests
 checkout = pathlib.Path(sys.argv[1])
 limits = argparse.Namespace(file_seconds=100, test_seconds=60, plain=True)
 file = checkout / "tests" / "unit_tests" / "test_x.py"
-print(megatron_tests.run_file(checkout, file, checkout / "results", limits).outcomes)
+print(json.dumps(megatron_tests.run_file(checkout, file, checkout / "results", limits).outcomes))
 """
 
 
@@ -89,7 +96,7 @@ def test_a_file_goes_on_behind_a_test_that_ends_a_rank(tmp_path: Path) -> None:
         timeout=120,
     )
     expected = {"test_a": "passed", "test_b": "failed", "test_c": "failed", "test_d": "passed"}
-    assert done.stdout.strip() == str(expected), done.stderr
+    assert json.loads(done.stdout) == expected, done.stderr
 
 
 def test_failures_must_be_known_and_known_ones_must_fail() -> None:
@@ -107,15 +114,43 @@ def test_the_report_counts_what_ran() -> None:
     known = {"failure": KNOWN, "beyond": ["needs FP8"], "not_run": not_run}
     found = [result(a="passed", b="passed", fp8="failed", c="skipped")]
     before = [result(a="passed", b="failed")]
-    text = report(found, known, 3, before)
+    rows: dict[str, dict] = {}
+    update(rows, found, before)
+    text = report(rows, known, 3)
     assert (
         "**2 passed, 1 failed, 1 skipped** in 1 of 3 files: 66.7% of the tests that ran, 100.0%"
         in text
     )
     assert "| needs FP8 | 1 |" in text
     assert "| x.py | too large |" in text
-    assert "Before, with the CPU redirect alone: 1 passed, 1 failed, 0 skipped in 1 files" in text
+    assert (
+        "Before, with the CPU redirect alone: 1 passed, 1 failed, 0 skipped in 1 files, which now have "
+        "2 passed, 1 failed, 1 skipped" in text
+    )
     assert f"| {FILE} | 1 | 2 | 1 | 1 | why | c0ffee |" in text
+
+
+def test_a_row_stays_until_its_file_is_run_again() -> None:
+    rows: dict[str, dict] = {}
+    update(rows, [result(a="failed", b="passed")], [])
+    rows["other.py"] = dict(rows[FILE])
+    update(rows, [result(a="passed")], [])
+    assert rows["other.py"]["failures"] == {"a": "why"}
+    assert rows[FILE] == {
+        "passed": 1,
+        "failed": 0,
+        "skipped": 0,
+        "commit": "c0ffee",
+        "failures": {},
+    }
+    assert "**2 passed, 1 failed, 0 skipped** in 2 of 9 files" in report(
+        rows, {"failure": [], "beyond": [], "not_run": []}, 9
+    )
+
+
+def test_a_reason_names_no_folder_of_the_machine() -> None:
+    text = "No such file: '/tmp/x-1/a/ckpt.pt' (/usr/lib/x.py:3), 3/4 of b/c.py"
+    assert without_folders(text) == "No such file: 'ckpt.pt' (x.py:3), 3/4 of b/c.py"
 
 
 def test_results_of_another_commit_are_not_taken(
