@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from accel.feature import Feature
 from accel.patches import (
+    adam_resume,
     cpu_initialization,
     dataset_helpers,
-    distributed_optimizer_resume,
     fused_activation,
     fused_adamw,
     fused_attention,
@@ -33,6 +33,7 @@ from accel.patches import (
     norm,
     optimizer_cpu_offload,
     optimizer_without_lr,
+    precision_aware_optimizer,
     rope_fusion,
     spec_checkpoints,
     te_layers,
@@ -51,8 +52,9 @@ FEATURES: tuple[Feature, ...] = (
     mla_rope_fusion.FEATURE,
     moe_routing_map.FEATURE,
     spec_checkpoints.FEATURE,
-    distributed_optimizer_resume.FEATURE,
+    adam_resume.FEATURE,
     optimizer_cpu_offload.FEATURE,
+    precision_aware_optimizer.FEATURE,
     optimizer_without_lr.FEATURE,
     cpu_initialization.FEATURE,
     norm.FEATURE,

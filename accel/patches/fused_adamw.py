@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from accel.feature import Feature
+from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from accel.ops import adamw, l2_norm
 from accel.ops import scale as scale_all
 from accel.ops._dispatch import log_fallback
@@ -178,7 +179,7 @@ def with_fused_step(init: Callable[..., None]) -> Callable[..., None]:
 
 def _fuse(optimizer: Any) -> None:
     """Give an Adam our step. It stays the same object, for others hold it already."""
-    if isinstance(optimizer, _OnePassStep):
+    if isinstance(optimizer, _OnePassStep | PrecisionAwareAdam):
         return
     if reason := unsupported_reason(optimizer):
         log_fallback("fused_adamw", reason)

@@ -1,15 +1,17 @@
-"""``--use-distributed-optimizer`` resumes with torch's Adam.
+"""Checkpoints of Megatron's optimizers resume with torch's Adam.
 
 Without Apex and Transformer Engine, Megatron runs torch's Adam, whose step count is a tensor of each
-parameter's state. The distributed optimizer's checkpoint code has three faults with it:
+parameter's state. The checkpoint code has four faults with it:
 
-* before a load the state is still empty, and asking for its step count fails on
+* the distributed optimizer asks for the step count before a load, when the state is still empty, and fails on
   ``assert len(steps) == 1``, so no such run can be resumed; here an unstarted optimizer has done 0 steps;
-* the load gives *one* step tensor to all parameters, which each of them then increments, and with
+* its load gives *one* step tensor to all parameters, which each of them then increments, and with
   ``torch_dist`` overwrites it by that of the unstarted optimizer: Adam's bias correction would be
   silently wrong; here each parameter gets the saved step count, as a tensor of its own;
 * an fp32 model's weights are views that require a gradient, into which the load copies with autograd on;
-  here it copies under ``no_grad``.
+  here it copies under ``no_grad``;
+* the other optimizers save no step count before their first step, and stop at ``KeyError: 'step'`` when they
+  load that; here it is 0, if the moments are 0 too.
 """
 
 from __future__ import annotations
@@ -27,32 +29,42 @@ from accel.upstream import SUPPORTED_RANGE
 _TARGET = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 FEATURE = Feature(
-    name="distributed_optimizer_resume",
-    summary="resume --use-distributed-optimizer checkpoints with torch's Adam",
+    name="adam_resume",
+    summary="resume checkpoints with torch's Adam",
     preset="off",
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
     patches=(
         Patch(
             target=f"{_TARGET}.state_dict",
-            replacement="accel.patches.distributed_optimizer_resume:unstarted_is_step_0",
+            replacement="accel.patches.adam_resume:unstarted_is_step_0",
             how="wrap",
             expects=("self",),
             why="Upstream asks an optimizer that has not stepped yet for its step count, and stops.",
         ),
         Patch(
             target=f"{_TARGET}._set_main_param_and_optimizer_states",
-            replacement="accel.patches.distributed_optimizer_resume:step_count_kept",
+            replacement="accel.patches.adam_resume:step_count_kept",
             how="wrap",
             expects=("self", "model_param", "tensors"),
             why="Upstream copies the step count of the unstarted optimizer over the one just loaded.",
         ),
         Patch(
             target=f"{_TARGET}.load_state_dict",
-            replacement="accel.patches.distributed_optimizer_resume:step_counts_apart",
+            replacement="accel.patches.adam_resume:step_counts_apart",
             how="wrap",
             expects=("self", "state_dict"),
             why="Upstream shares one step count between all parameters, and copies with autograd on.",
+        ),
+        *(
+            Patch(
+                target=f"megatron.core.optimizer.optimizer:{optimizer}.load_state_dict",
+                replacement="accel.patches.adam_resume:unstarted_loads_step_0",
+                how="wrap",
+                expects=("self", "state_dict"),
+                why="What was saved before the first step has no step count, which torch's Adam asks for.",
+            )
+            for optimizer in ("Float16OptimizerWithFloat16Params", "FP32Optimizer")
         ),
     ),
 )
@@ -98,3 +110,34 @@ def step_counts_apart(load_state_dict: Callable[[Any, Any], None]) -> Callable[[
                 state["step"] = torch.tensor(step)
 
     return load
+
+
+def unstarted_loads_step_0(
+    load_state_dict: Callable[[Any, Any], None],
+) -> Callable[[Any, Any], None]:
+    @functools.wraps(load_state_dict)
+    def load(self: Any, state_dict: Any) -> None:
+        if isinstance(self.optimizer, torch.optim.Adam):
+            inner = state_dict.get("optimizer", state_dict)
+            _count_from_0(inner.get("state", {}))
+        load_state_dict(self, state_dict)
+
+    return load
+
+
+def _count_from_0(states: dict[Any, Any]) -> None:
+    """Give parameters that lack one a step count of 0.
+
+    Raises:
+        ValueError: they have moments.
+    """
+    if "common_step" in states:
+        return
+    for state in states.values():
+        if "exp_avg" in state and "step" not in state:
+            if state["exp_avg"].any():
+                raise ValueError(
+                    "the checkpoint's optimizer has moments, but no step count: Adam's bias correction "
+                    "cannot be resumed; load it with --no-load-optim, or save it again"
+                )
+            state["step"] = torch.tensor(0.0)

@@ -1,0 +1,255 @@
+"""Adam whose master weights and moments have dtypes of their own choice.
+
+    param  master_weight_dtype    kept                                   bytes beside the param
+    bf16   fp32, remainders       int16: the master is param + remainder  2
+    any    fp32                   the master; an fp32 param is its own    4 (0)
+    any    fp16                   the master over a scale                 2
+
+    moment dtype   kept                               bytes
+    fp32           itself                             4
+    bf16           rounded                            2
+    fp16, fp8      over a scale, one for each tensor  2, 1
+
+The interface is that of Transformer Engine's ``FusedAdam``, which Megatron's distributed optimizer asks for
+its states; these are told in fp32, whatever they are kept in, the master too. Where all is fp32 or a
+remainder, a step is one pass of `accel.ops.adamw` over memory; other states go through fp32 tensors of one
+parameter.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.ops import adamw, join_remainder, split_remainder
+
+__all__ = ["PrecisionAwareAdam"]
+
+MASTER = "master_param"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+FP8 = torch.float8_e4m3fn
+LARGEST = {torch.float16: torch.finfo(torch.float16).max / 2, FP8: torch.finfo(FP8).max}
+"""Dtype -> what the largest value of a tensor is stored as."""
+
+
+class PrecisionAwareAdam(torch.optim.Adam):
+    """AdamW, or Adam, on parameters in fp32, bf16 or fp16.
+
+    State of each parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` as in ``torch.optim.Adam``,
+    ``master_param``, and for a scaled one ``<name>_scale``, a float.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as in ``torch.optim.Adam``.
+        adam_w_mode: decay the weight itself (AdamW).
+        capturable: refused.
+        master_weights: keep a master weight in ``master_weight_dtype``, fp32 or fp16.
+        exp_avg_dtype, exp_avg_sq_dtype: fp32, bf16, fp16, or uint8, which means fp8 (e4m3).
+        use_decoupled_grad: gradients are ``param.decoupled_grad``, whose dtype is free.
+        store_param_remainders: of bf16 params with fp32 masters keep remainders.
+
+    Raises:
+        ValueError: a dtype that is not among these, ``capturable``, or no master weights.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = True,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+    ) -> None:
+        if capturable or not master_weights:
+            raise ValueError(
+                f"PrecisionAwareAdam: capturable={capturable}, master_weights={master_weights}: it keeps "
+                "master weights and cannot be captured in a graph"
+            )
+        self._check_dtype(
+            "master_weight_dtype", master_weight_dtype, {torch.float32, torch.float16}
+        )
+        moment_dtypes = {torch.float32, torch.bfloat16, torch.float16, torch.uint8}
+        self._check_dtype("exp_avg_dtype", exp_avg_dtype, moment_dtypes)
+        self._check_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype, moment_dtypes)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            decoupled_weight_decay=adam_w_mode,
+        )
+        moments = zip(MOMENTS, (exp_avg_dtype, exp_avg_sq_dtype), strict=True)
+        self._dtypes = {name: FP8 if dtype == torch.uint8 else dtype for name, dtype in moments}
+        self._dtypes[MASTER] = master_weight_dtype
+        self.use_decoupled_grad = use_decoupled_grad
+        self.store_param_remainders = (
+            store_param_remainders and master_weight_dtype == torch.float32
+        )
+
+    @staticmethod
+    def _check_dtype(name: str, dtype: torch.dtype, allowed: set[torch.dtype]) -> None:
+        if dtype not in allowed:
+            listed = ", ".join(sorted(map(str, allowed)))
+            raise ValueError(f"PrecisionAwareAdam: {name}={dtype}: use one of {listed}")
+
+    def initialize_state(self, param: Tensor) -> None:
+        """Moments of 0 and a master that is the parameter."""
+        state = self.state[param]
+        state["step"] = torch.tensor(0.0)
+        for name in MOMENTS:
+            state[name] = torch.zeros_like(param, dtype=self._dtypes[name])
+            if self._dtypes[name] in LARGEST:
+                state[f"{name}_scale"] = 0.0
+        if self._has_remainder(param):
+            state[MASTER] = torch.zeros_like(param, dtype=torch.int16)
+        elif param.dtype == self._dtypes[MASTER] == torch.float32:
+            state[MASTER] = param.detach()
+        else:
+            state[MASTER] = torch.empty_like(param, dtype=self._dtypes[MASTER])
+            self._keep(param, MASTER, param.detach().float())
+
+    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+        """A state in fp32, joined or scaled back; the state itself if it is kept so."""
+        state = self.state[param]
+        kept = state[state_name]
+        if kept.dtype == torch.int16:
+            return join_remainder(param, kept)
+        scale = state.get(f"{state_name}_scale")
+        return (
+            kept
+            if kept.dtype == torch.float32
+            else kept.float().mul_(1 if scale is None else scale)
+        )
+
+    @torch.no_grad()
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Take a state in fp32, or int16 for the remainder itself. A master writes the parameter too, so that
+        one never stands without the other."""
+        if not self.state[param]:
+            self.initialize_state(param)
+        if unscaled_state.dtype == torch.int16:
+            self.state[param][state_name].copy_(unscaled_state)
+            return
+        self._keep(param, state_name, unscaled_state.detach())
+        if state_name == MASTER:
+            param.copy_(unscaled_state)
+
+    def _has_remainder(self, param: Tensor) -> bool:
+        return self.store_param_remainders and param.dtype == torch.bfloat16
+
+    def _keep(self, param: Tensor, name: str, value: Tensor) -> None:
+        """Store fp32 `value` in the state's own dtype."""
+        state = self.state[param]
+        kept = state[name]
+        if kept.dtype == torch.int16:
+            weight, remainder = split_remainder(value)
+            param.copy_(weight)
+            kept.copy_(remainder)
+        elif kept.dtype in LARGEST:
+            largest = value.abs().max().item() if value.numel() else 0.0
+            state[f"{name}_scale"] = scale = largest / LARGEST[kept.dtype]
+            kept.copy_(value / scale if scale else value)
+        elif kept.data_ptr() != value.data_ptr():
+            kept.copy_(value)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for group in self.param_groups if self.use_decoupled_grad else ():
+            for param in group["params"]:
+                if set_to_none:
+                    param.decoupled_grad = None
+                elif getattr(param, "decoupled_grad", None) is not None:
+                    param.decoupled_grad.zero_()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        attribute = "decoupled_grad" if self.use_decoupled_grad else "grad"
+        options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        options["decoupled"] = group["decoupled_weight_decay"]
+        at_once = collections.defaultdict[tuple, list](list)
+        for param in group["params"]:
+            grad = getattr(param, attribute, None)
+            if grad is None:
+                continue
+            if not self.state[param]:
+                self.initialize_state(param)
+            state = self.state[param]
+            kinds = [state[name].dtype for name in (*MOMENTS, MASTER)]
+            if all(kind in (torch.float32, torch.int16) for kind in kinds):
+                at_once[grad.dtype, kinds[-1], param.dtype].append((param, grad))
+            else:
+                self._step_through_fp32(param, grad, options)
+        for (_, kind, dtype), rows in at_once.items():
+            params, grads = zip(*rows, strict=True)
+            states = [self.state[p] for p in params]
+            kept = [s[MASTER] for s in states]
+            beside: dict[str, Any] = {}
+            if kind == torch.int16:
+                masters, beside = [p.detach() for p in params], {"remainders": kept}
+            else:
+                masters = kept
+                if dtype != torch.float32:
+                    beside = {"copies": [p.detach() for p in params]}
+            exp_avgs, exp_avg_sqs = ([s[name] for s in states] for name in MOMENTS)
+            steps = [s["step"] for s in states]
+            adamw(masters, grads, exp_avgs, exp_avg_sqs, steps, **beside, **options)
+
+    def _step_through_fp32(self, param: Tensor, grad: Tensor, options: dict[str, Any]) -> None:
+        values = {name: self.get_unscaled_state(param, name) for name in (*MOMENTS, MASTER)}
+        exp_avg, exp_avg_sq, master = values.values()
+        adamw([master], [grad], [exp_avg], [exp_avg_sq], [self.state[param]["step"]], **options)
+        for name, value in values.items():
+            self._keep(param, name, value)
+        if self.state[param][MASTER].dtype != torch.int16:
+            param.copy_(master)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but states keep their own dtypes: torch would cast them to the parameter's."""
+        super().load_state_dict({**state_dict, "state": {}})
+        params = [p for group in self.param_groups for p in group["params"]]
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            if number in state_dict["state"]:
+                self.initialize_state(param)
+                self._load(param, state_dict["state"][number])
+
+    @torch.no_grad()
+    def _load(self, param: Tensor, given: dict[str, Any]) -> None:
+        state = self.state[param]
+        for name, value in given.items():
+            if not isinstance(value, Tensor):
+                state[name] = value
+                continue
+            kept = state[name]
+            if value.dtype == torch.uint8 and kept.dtype == FP8:
+                value = value.view(FP8)
+            if name == MASTER and value.dtype == torch.int16 != kept.dtype:
+                continue  # Megatron's placeholder: it takes every parameter for one with a remainder
+            if kept.dtype != value.dtype or kept.shape != value.shape:
+                raise ValueError(
+                    f"PrecisionAwareAdam: {name} of parameter {list(param.shape)} is kept as {kept.dtype} "
+                    f"{list(kept.shape)}, the state dict has {value.dtype} {list(value.shape)}"
+                )
+            kept.copy_(value)

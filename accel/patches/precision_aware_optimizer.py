@@ -1,0 +1,113 @@
+"""``--use-precision-aware-optimizer`` without Transformer Engine, whose Adam is the only one that Megatron
+knows to keep states in dtypes of their own.
+
+Megatron's distributed optimizer is given ``accel.memory.PrecisionAwareAdam`` in its place:
+``--main-params-dtype`` fp32 or fp16, ``--exp-avg-dtype`` and ``--exp-avg-sq-dtype`` fp32, bf16, fp16 or fp8,
+``--main-grads-dtype`` fp32 or bf16. With fp32 master weights a bf16 parameter is the upper half of its
+master, and 16 bits hold the rest (``store_param_remainders``, Megatron's default): 4 bytes for both, where
+stock has 6.
+
+The bf16 weight is the master rounded to nearest, ties to even, as in stock; the master loses one ulp, once,
+where it is such a tie whose upper half is even. With fp32 moments a step is otherwise the same arithmetic as
+without the flag. Checkpoints hold the fp32 master in the place where stock has it, so that they load with and
+without the flag; Transformer Engine's own, which hold the 16 bits, load too.
+
+FP8 weights are refused by Megatron's other checks, ``--optimizer-cuda-graph`` by the optimizer itself.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from accel.feature import Feature
+from accel.memory.precision_aware_adam import PrecisionAwareAdam
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE, te_serves
+
+_OPTIMIZERS = "transformer_engine.pytorch.optimizers"
+
+
+def _import(
+    name: str,
+    globals: Mapping[str, object] | None = None,
+    locals: Mapping[str, object] | None = None,
+    fromlist: tuple[str, ...] | None = (),
+    level: int = 0,
+) -> Any:
+    """``__import__`` that finds accel's Adam as Transformer Engine's, for the code it is given to."""
+    if name == _OPTIMIZERS:
+        return types.SimpleNamespace(FusedAdam=PrecisionAwareAdam)
+    return builtins.__import__(name, globals, locals, fromlist or (), level)
+
+
+def _told(function: Callable[..., Any], **names: object) -> Callable[..., Any]:
+    """The same code, which sees `names` in its module, and finds accel's Adam when it imports."""
+    code = inspect.unwrap(function)
+    assert isinstance(code, types.FunctionType)
+    found = {**vars(builtins), "__import__": _import}
+    told = types.FunctionType(
+        code.__code__,
+        {**code.__globals__, **names, "__builtins__": found},
+        code.__name__,
+        code.__defaults__,
+        code.__closure__,
+    )
+    told.__kwdefaults__ = code.__kwdefaults__
+    return told
+
+
+def _yes(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+def checked_with_ours(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+    told = _told(post_init, is_te_min_version=_yes)
+
+    @functools.wraps(post_init)
+    def __post_init__(self: Any) -> None:
+        (told if self.use_precision_aware_optimizer else post_init)(self)
+
+    return __post_init__
+
+
+def built_with_ours(build: Callable[..., Any]) -> Callable[..., Any]:
+    told = _told(
+        build, is_te_min_version=_yes, USING_PYTORCH_OPTIMIZER=False, Adam=PrecisionAwareAdam
+    )
+
+    @functools.wraps(build)
+    def build_(config: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = config.use_precision_aware_optimizer and not config.optimizer_cpu_offload
+        return (told if ours else build)(config, *args, **kwargs)
+
+    return build_
+
+
+FEATURE = Feature(
+    name="precision_aware_optimizer",
+    summary="serve --use-precision-aware-optimizer where Transformer Engine is not installed",
+    preset="off",
+    numerics="tolerance",
+    megatron=SUPPORTED_RANGE,
+    idle=te_serves,
+    patches=(
+        Patch(
+            target="megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
+            replacement="accel.patches.precision_aware_optimizer:checked_with_ours",
+            how="wrap",
+            expects=("self",),
+            why="Upstream looks for the optimizer in Transformer Engine, and asks for its version.",
+        ),
+        Patch(
+            target="megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
+            replacement="accel.patches.precision_aware_optimizer:built_with_ours",
+            how="wrap",
+            why="Upstream hands the dtypes of the states to torch's AdamW, which does not know them.",
+        ),
+    ),
+)
