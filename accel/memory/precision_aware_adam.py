@@ -223,7 +223,7 @@ class PrecisionAwareAdam(torch.optim.Adam):
         for name, value in values.items():
             self._keep(param, name, value)
         if self.state[param][MASTER].dtype != torch.int16:
-            param.copy_(master)
+            param.copy_(self.get_unscaled_state(param, MASTER))  # as after a resumption
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but states keep their own dtypes: torch would cast them to the parameter's."""

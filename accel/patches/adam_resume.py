@@ -3,8 +3,9 @@
 Without Apex and Transformer Engine, Megatron runs torch's Adam, whose step count is a tensor of each
 parameter's state. The checkpoint code has four faults with it:
 
-* the distributed optimizer asks for the step count before a load, when the state is still empty, and fails on
-  ``assert len(steps) == 1``, so no such run can be resumed; here an unstarted optimizer has done 0 steps;
+* the distributed optimizer asks its states for the step count. Before a load there are none, and on a rank
+  whose shards are empty there never are (experts of few parameters): it fails on ``assert len(steps) == 1``.
+  Here an unstarted optimizer has done 0 steps, and the steps of a rank without parameters are counted;
 * its load gives *one* step tensor to all parameters, which each of them then increments, and with
   ``torch_dist`` overwrites it by that of the unstarted optimizer: Adam's bias correction would be
   silently wrong; here each parameter gets the saved step count, as a tensor of its own;
@@ -36,11 +37,17 @@ FEATURE = Feature(
     megatron=SUPPORTED_RANGE,
     patches=(
         Patch(
+            target=f"{_TARGET}.__init__",
+            replacement="accel.patches.adam_resume:counting_steps",
+            how="wrap",
+            why="A rank whose shards are empty has no state that knows how many steps were done.",
+        ),
+        Patch(
             target=f"{_TARGET}.state_dict",
-            replacement="accel.patches.adam_resume:unstarted_is_step_0",
+            replacement="accel.patches.adam_resume:with_a_step_count",
             how="wrap",
             expects=("self",),
-            why="Upstream asks an optimizer that has not stepped yet for its step count, and stops.",
+            why="Upstream asks an optimizer that has no states for its step count, and stops.",
         ),
         Patch(
             target=f"{_TARGET}._set_main_param_and_optimizer_states",
@@ -70,7 +77,22 @@ FEATURE = Feature(
 )
 
 
-def unstarted_is_step_0(state_dict: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def counting_steps(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def init_(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if isinstance(self.optimizer, torch.optim.Adam):
+            self.accel_step_count = 0
+            self.optimizer.register_step_post_hook(functools.partial(_count, self))
+
+    return init_
+
+
+def _count(self: Any, *_: object) -> None:
+    self.accel_step_count += 1
+
+
+def with_a_step_count(state_dict: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(state_dict)
     def with_step_count(self: Any) -> Any:
         optimizer = self.optimizer
@@ -78,15 +100,17 @@ def unstarted_is_step_0(state_dict: Callable[[Any], Any]) -> Callable[[Any], Any
         if started or not isinstance(optimizer, torch.optim.Adam):
             return state_dict(self)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for p in parameters:
-            optimizer.state[p]["step"] = torch.tensor(0.0)
+        # upstream looks at all states for the count, and passes none of them on
+        steps = 0 if parameters else self.accel_step_count
+        for key in parameters or ["accel"]:
+            optimizer.state[key]["step"] = torch.tensor(float(steps))
         try:
             return state_dict(self)
         finally:
-            for p in parameters:
-                del optimizer.state[p]["step"]
-                if not optimizer.state[p]:
-                    del optimizer.state[p]
+            for key in parameters or ["accel"]:
+                del optimizer.state[key]["step"]
+                if not optimizer.state[key]:
+                    del optimizer.state[key]
 
     return with_step_count
 
@@ -106,6 +130,7 @@ def step_counts_apart(load_state_dict: Callable[[Any, Any], None]) -> Callable[[
             load_state_dict(self, state_dict)
         if isinstance(self.optimizer, torch.optim.Adam) and "optimizer" in state_dict:
             (step,) = {float(group["step"]) for group in state_dict["optimizer"]["param_groups"]}
+            self.accel_step_count = int(step)
             for state in self.optimizer.state.values():
                 state["step"] = torch.tensor(step)
 

@@ -52,6 +52,7 @@ FOLDERS = (
     "optimizer",
 )
 WORLD_SIZE = 8
+APART = "the ranks met in different collectives"
 OUTCOMES = ("passed", "failed", "skipped")
 
 
@@ -125,8 +126,11 @@ def run_file(checkout: Path, file: Path, results: Path, limits: argparse.Namespa
             _fork_rank(rank, port, checkout, file, results, limits) for rank in range(WORLD_SIZE)
         ]
         ended, stopped_rank = _wait(ranks, deadline)
-        stopped_in_a_test = _collect(result, results, ended, stopped_rank)
-        if not stopped_in_a_test or time.monotonic() > deadline:
+        known = len(result.outcomes)
+        again = _collect(result, results, ended, stopped_rank)
+        if ended == APART and len(result.outcomes) == known:  # so it is this test's own doing
+            again = _collect(result, results, ended, stopped_rank, blame_apart=True)
+        if not again or time.monotonic() > deadline:
             break
     if ended:
         result.ended = ended
@@ -160,6 +164,8 @@ def _wait(ranks: list[int], deadline: float) -> tuple[str, int | None]:
 def _why_stopped(status: int) -> str:
     if os.WIFSIGNALED(status):
         return f"a rank died of {signal.Signals(os.WTERMSIG(status)).name}"
+    if os.WEXITSTATUS(status) == megatron_plugin.APART:
+        return APART
     return "a rank's test took too long" if os.WEXITSTATUS(status) == 1 else "a rank ended early"
 
 
@@ -215,10 +221,17 @@ def _plugins() -> list[str]:
     return ["pytest_timeout", *mock, megatron_plugin.__name__]
 
 
-def _collect(result: FileResult, results: Path, ended: str, stopped_rank: int | None) -> bool:
+def _collect(
+    result: FileResult,
+    results: Path,
+    ended: str,
+    stopped_rank: int | None,
+    blame_apart: bool = False,
+) -> bool:
     """Put the ranks' outcomes together: the worst counts. If the run was `ended`, the test that the stopped
     rank was in has failed (without such a rank, the first that not all ranks finished), and what only some
-    ranks have passed counts for nothing yet. Whether there was such a test."""
+    ranks have passed counts for nothing yet. Nobody is to blame if the ranks are `APART`: an earlier test has
+    failed on some of them. Whether tests are left to be run."""
     outcomes = collections.defaultdict[str, dict[int, tuple[str, str]]](dict)
     last: dict[int, str] = {}
     for rank in range(WORLD_SIZE):
@@ -232,7 +245,7 @@ def _collect(result: FileResult, results: Path, ended: str, stopped_rank: int | 
                     of_rank[rank] = row["outcome"], row["reason"]
     unfinished = [name for name, of_rank in outcomes.items() if len(of_rank) < WORLD_SIZE]
     blamed = None
-    if ended and unfinished:
+    if ended and unfinished and (ended != APART or blame_apart):
         blamed = unfinished[0] if stopped_rank is None else last.get(stopped_rank, unfinished[0])
     for name, of_rank in outcomes.items():
         test = name.partition("::")[2] or "(the file)"
@@ -241,7 +254,7 @@ def _collect(result: FileResult, results: Path, ended: str, stopped_rank: int | 
             _worse(result, test, outcome, reason)
         if name == blamed:
             _worse(result, test, "failed", ended)
-    return blamed is not None
+    return bool(ended and unfinished)
 
 
 def _worse(result: FileResult, test: str, outcome: str, reason: str) -> None:

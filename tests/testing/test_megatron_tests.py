@@ -71,6 +71,14 @@ def test_a_rank_that_is_slow_when_another_stops_has_not_failed(tmp_path: Path) -
     assert found.outcomes == {"a": "failed", "b": "failed"}
 
 
+def test_ranks_that_are_apart_begin_anew(tmp_path: Path) -> None:
+    ranks = [{"a": "passed", "b": "started"} for _ in range(WORLD_SIZE)]
+    ranks[0] = {"a": "failed", "b": "started"}
+    found, again = collected(tmp_path, ranks, ended=megatron_tests.APART, stopped_rank=3)
+    assert found.outcomes == {"a": "failed"}
+    assert again
+
+
 RUN_A_FILE = """
 import argparse, json, pathlib, sys
 from accel.testing import megatron_tests
