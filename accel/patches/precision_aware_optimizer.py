@@ -46,7 +46,7 @@ def _import(
 
 
 def _told(function: Callable[..., Any], **names: object) -> Callable[..., Any]:
-    """The same code, which sees `names` in its module, and finds accel's Adam when it imports."""
+    """The same code, which sees `names` in its module as it now is, and finds accel's Adam when it imports."""
     code = inspect.unwrap(function)
     assert isinstance(code, types.FunctionType)
     found = {**vars(builtins), "__import__": _import}
@@ -66,24 +66,25 @@ def _yes(*args: Any, **kwargs: Any) -> bool:
 
 
 def checked_with_ours(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
-    told = _told(post_init, is_te_min_version=_yes)
-
     @functools.wraps(post_init)
     def __post_init__(self: Any) -> None:
-        (told if self.use_precision_aware_optimizer else post_init)(self)
+        ours = self.use_precision_aware_optimizer
+        (_told(post_init, is_te_min_version=_yes) if ours else post_init)(self)
 
     return __post_init__
 
 
 def built_with_ours(build: Callable[..., Any]) -> Callable[..., Any]:
-    told = _told(
-        build, is_te_min_version=_yes, USING_PYTORCH_OPTIMIZER=False, Adam=PrecisionAwareAdam
-    )
+    names = {
+        "USING_PYTORCH_OPTIMIZER": False,
+        "Adam": PrecisionAwareAdam,
+        "is_te_min_version": _yes,
+    }
 
     @functools.wraps(build)
     def build_(config: Any, *args: Any, **kwargs: Any) -> Any:
         ours = config.use_precision_aware_optimizer and not config.optimizer_cpu_offload
-        return (told if ours else build)(config, *args, **kwargs)
+        return (_told(build, **names) if ours else build)(config, *args, **kwargs)
 
     return build_
 
