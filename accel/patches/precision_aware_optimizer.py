@@ -46,7 +46,7 @@ def _import(
 
 
 def _told(function: Callable[..., Any], **names: object) -> Callable[..., Any]:
-    """The same code, which sees `names` in its module as it now is, and finds accel's Adam when it imports."""
+    """The same code, which sees `names` in its module and finds accel's Adam when it imports."""
     code = inspect.unwrap(function)
     assert isinstance(code, types.FunctionType)
     found = {**vars(builtins), "__import__": _import}
