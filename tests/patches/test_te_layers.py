@@ -42,7 +42,8 @@ def asked_by(module: str, version: str) -> bool:
 def test_each_gate_is_told_what_the_layers_can_do(enabled: None) -> None:
     for module, version in VERSIONS.items():
         assert asked_by(module, version)
-        assert not asked_by(module, "2.10.0"), "split attention is refused"
+        if module != te_layers.EXPERTS:  # the operations of 2.14
+            assert not asked_by(module, "2.10.0"), "split attention is refused"
     for module in ("megatron.core.fp8_utils", "megatron.core.optimizer"):
         assert not asked_by(module, "1.0.0")
 
