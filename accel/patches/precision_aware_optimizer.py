@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import builtins
 import functools
-import inspect
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from accel.feature import Feature
 from accel.memory.precision_aware_adam import PrecisionAwareAdam
+from accel.patches._told import told
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE, te_serves
 
@@ -45,22 +45,6 @@ def _import(
     return builtins.__import__(name, globals, locals, fromlist or (), level)
 
 
-def _told(function: Callable[..., Any], **names: object) -> Callable[..., Any]:
-    """The same code, which sees `names` in its module and finds accel's Adam when it imports."""
-    code = inspect.unwrap(function)
-    assert isinstance(code, types.FunctionType)
-    found = {**vars(builtins), "__import__": _import}
-    told = types.FunctionType(
-        code.__code__,
-        {**code.__globals__, **names, "__builtins__": found},
-        code.__name__,
-        code.__defaults__,
-        code.__closure__,
-    )
-    told.__kwdefaults__ = code.__kwdefaults__
-    return told
-
-
 def _yes(*args: Any, **kwargs: Any) -> bool:
     return True
 
@@ -69,7 +53,7 @@ def checked_with_ours(post_init: Callable[[Any], None]) -> Callable[[Any], None]
     @functools.wraps(post_init)
     def __post_init__(self: Any) -> None:
         ours = self.use_precision_aware_optimizer
-        (_told(post_init, is_te_min_version=_yes) if ours else post_init)(self)
+        (told(post_init, _import, is_te_min_version=_yes) if ours else post_init)(self)
 
     return __post_init__
 
@@ -84,7 +68,7 @@ def built_with_ours(build: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(build)
     def build_(config: Any, *args: Any, **kwargs: Any) -> Any:
         ours = config.use_precision_aware_optimizer and not config.optimizer_cpu_offload
-        return (_told(build, **names) if ours else build)(config, *args, **kwargs)
+        return (told(build, _import, **names) if ours else build)(config, *args, **kwargs)
 
     return build_
 

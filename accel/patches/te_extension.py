@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megatron.core.extensions import transformer_engine_spec_provider as upstream
 
-from accel.patches.te_layers import CLASSES, EXPERTS, EXTENSION, execute, import_with_layers
+from accel.patches.te_layers import CLASSES, EXTENSION, execute, import_with_layers
 
 _EXECUTED = execute(EXTENSION)
 globals().update({name: vars(_EXECUTED)[name] for name in CLASSES if hasattr(_EXECUTED, name)})
@@ -16,9 +16,6 @@ TELayerNormColumnParallelLinearGathered = vars(
     execute("megatron.core.transformer.heterogeneous.linear_replacements")
 )["TELayerNormColumnParallelLinearGathered"]
 te = import_with_layers("transformer_engine")
-is_fused_impl_supported = getattr(  # not in 0.17
-    vars(execute(EXPERTS))["TEGroupedMLP"], "_is_fused_impl_supported", None
-)
 
 
 class TESpecProvider(upstream.TESpecProvider):

@@ -48,6 +48,7 @@ from packaging.version import Version
 from accel import patching
 from accel.feature import Context, Feature
 from accel.layers import stand_in
+from accel.patches._told import told
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE, te_installed, te_serves
 
@@ -252,6 +253,14 @@ def import_with_layers(
     return builtins.__import__(name, globals, locals, fromlist or (), level)
 
 
+def importing_layers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def importing(*args: Any, **kwargs: Any) -> Any:
+        return told(original, import_with_layers)(*args, **kwargs)
+
+    return importing
+
+
 def _is_at_least(ours: str, version: str, check_equality: bool = True) -> bool:
     wanted = Version(version)
     return Version(ours) >= wanted if check_equality else Version(ours) > wanted
@@ -445,7 +454,9 @@ FEATURE = Feature(
         ),
         Patch(
             target=f"{EXPERTS}:TEGroupedMLP._is_fused_impl_supported",
-            replacement="accel.patches.te_extension:is_fused_impl_supported",
+            replacement="accel.patches.te_layers:importing_layers",
+            how="wrap",
+            expects=("self",),
             why="It imports these operations from the package.",
             optional=True,
         ),
