@@ -87,7 +87,7 @@ asan: setup
 	    OMP_NUM_THREADS=2 $(PY) -m pytest tests/ops -p no:cacheprovider --numprocesses auto \
 	    -k "not compiles_as_one_graph" $(PYTEST_ARGS)
 
-# Megatron-LM's own unit tests with accel on top; MEGATRON is a clone at a supported version. An hour or two;
+# Megatron-LM's own unit tests with accel on top; MEGATRON is a clone at a supported version. Some hours;
 # interrupted, it goes on where it stopped.
 test-megatron:
 	@test -n "$(MEGATRON)" || { echo "make test-megatron: give MEGATRON=<a clone of Megatron-LM>"; exit 2; }

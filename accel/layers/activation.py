@@ -75,13 +75,24 @@ class _Scaled(torch.nn.Module):
 
     Args:
         glu_interleave_size: gate and up alternate in blocks of that many features.
+        activation_recompute_in_mlp: refused. It has a name here, since Megatron passes it, and says what it
+            has asked for, only where it finds the name in the signature.
     """
 
     num_extra_inputs = 1
 
-    def __init__(self, glu_interleave_size: int | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__()
-        refuse_options(type(self).__name__, options)
+        refuse_options(
+            type(self).__name__,
+            {"activation_recompute_in_mlp": activation_recompute_in_mlp, **options},
+        )
         self.glu_interleave_size = glu_interleave_size
 
     def halves(self, x: Tensor) -> Tensor:
@@ -104,8 +115,14 @@ class ScaledClampedQGeGLU(_Scaled):
     `[T, 2F]` and `[T]` -> `[T, F]`."""
 
     def __init__(
-        self, glu_interleave_size: int | None = None, *, limit: float = 7.0, **options: Any
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        limit: float = 7.0,
+        **options: Any,
     ) -> None:
+        options["activation_recompute_in_mlp"] = activation_recompute_in_mlp
         super().__init__(glu_interleave_size, **options)
         self.limit = limit
 
@@ -116,9 +133,6 @@ class ScaledClampedQGeGLU(_Scaled):
 
 class ScaledSReLU(_Scaled):
     """`relu(x)^2 * s`; `[T, F]` and `[T]` -> `[T, F]`."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
 
     def forward(self, x: Tensor, scales: Tensor) -> Tensor:
         return ops.squared_relu(x, None, scales)

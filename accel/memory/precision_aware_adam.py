@@ -127,17 +127,14 @@ class PrecisionAwareAdam(torch.optim.Adam):
         kept = state[state_name]
         if kept.dtype == torch.int16:
             return join_remainder(param, kept)
-        scale = state.get(f"{state_name}_scale")
-        return (
-            kept
-            if kept.dtype == torch.float32
-            else kept.float().mul_(1 if scale is None else scale)
-        )
+        if kept.dtype == torch.float32:
+            return kept
+        return kept.float().mul_(state.get(f"{state_name}_scale", 1.0))
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Take a state in fp32, or int16 for the remainder itself. A master writes the parameter too, so that
-        one never stands without the other."""
+        """Take a state in fp32, or int16 for the remainder itself. A master in fp32 writes the parameter too,
+        as what it is kept as: so a resumed run has the parameters of the uninterrupted one."""
         if not self.state[param]:
             self.initialize_state(param)
         if unscaled_state.dtype == torch.int16:
@@ -145,13 +142,13 @@ class PrecisionAwareAdam(torch.optim.Adam):
             return
         self._keep(param, state_name, unscaled_state.detach())
         if state_name == MASTER:
-            param.copy_(unscaled_state)
+            param.copy_(self.get_unscaled_state(param, MASTER))
 
     def _has_remainder(self, param: Tensor) -> bool:
         return self.store_param_remainders and param.dtype == torch.bfloat16
 
     def _keep(self, param: Tensor, name: str, value: Tensor) -> None:
-        """Store fp32 `value` in the state's own dtype."""
+        """Store fp32 `value` in the state's own dtype; a remainder needs its weight beside it."""
         state = self.state[param]
         kept = state[name]
         if kept.dtype == torch.int16:
@@ -221,9 +218,7 @@ class PrecisionAwareAdam(torch.optim.Adam):
         exp_avg, exp_avg_sq, master = values.values()
         adamw([master], [grad], [exp_avg], [exp_avg_sq], [self.state[param]["step"]], **options)
         for name, value in values.items():
-            self._keep(param, name, value)
-        if self.state[param][MASTER].dtype != torch.int16:
-            param.copy_(self.get_unscaled_state(param, MASTER))  # as after a resumption
+            self.set_scaled_state(param, name, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but states keep their own dtypes: torch would cast them to the parameter's."""

@@ -1,19 +1,23 @@
-"""A function of Megatron's that sees other names, or imports from elsewhere, than its module does."""
+"""A function of Megatron's that sees other names, and imports other modules, than are there."""
 
 from __future__ import annotations
 
 import builtins
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
 def told(
-    function: Callable[..., Any], find: Callable[..., Any], **names: object
+    function: Callable[..., Any], modules: Mapping[str, Any], **names: object
 ) -> Callable[..., Any]:
-    """The same code, which sees `names` beside what its module holds now, and imports by `find` as its
-    ``__import__``."""
+    """The same code, which sees `names` beside what its module holds now, and finds `modules`, dotted name ->
+    module, when it says ``from <name> import``."""
+
+    def find(name: str, *rest: Any) -> Any:
+        return modules[name] if name in modules else builtins.__import__(name, *rest)
+
     code = inspect.unwrap(function)
     assert isinstance(code, types.FunctionType)
     found = {**vars(builtins), "__import__": find}

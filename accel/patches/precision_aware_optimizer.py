@@ -1,7 +1,7 @@
 """``--use-precision-aware-optimizer`` without Transformer Engine, whose Adam is the only one that Megatron
 knows to keep states in dtypes of their own.
 
-Megatron's distributed optimizer is given ``accel.memory.PrecisionAwareAdam`` in its place:
+Megatron's distributed optimizer is given ``PrecisionAwareAdam`` of ``accel.memory`` in its place:
 ``--main-params-dtype`` fp32 or fp16, ``--exp-avg-dtype`` and ``--exp-avg-sq-dtype`` fp32, bf16, fp16 or fp8,
 ``--main-grads-dtype`` fp32 or bf16. With fp32 master weights a bf16 parameter is the upper half of its
 master, and 16 bits hold the rest (``store_param_remainders``, Megatron's default): 4 bytes for both, where
@@ -10,17 +10,18 @@ stock has 6.
 The bf16 weight is the master rounded to nearest, ties to even, as in stock; the master loses one ulp, once,
 where it is such a tie whose upper half is even. With fp32 moments a step is otherwise the same arithmetic as
 without the flag. Checkpoints hold the fp32 master in the place where stock has it, so that they load with and
-without the flag; Transformer Engine's own, which hold the 16 bits, load too.
+without the flag.
 
-FP8 weights are refused by Megatron's other checks, ``--optimizer-cuda-graph`` by the optimizer itself.
+Not to be loaded: a ``torch_dist`` checkpoint that Transformer Engine's own Adam has written with the flag. It
+holds the 16 bits in that place, and neither Megatron nor accel can tell them from a master; stock without the
+flag takes them for one too. ``--optimizer-cuda-graph`` is refused.
 """
 
 from __future__ import annotations
 
-import builtins
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from accel.feature import Feature
@@ -29,20 +30,9 @@ from accel.patches._told import told
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE, te_serves
 
-_OPTIMIZERS = "transformer_engine.pytorch.optimizers"
-
-
-def _import(
-    name: str,
-    globals: Mapping[str, object] | None = None,
-    locals: Mapping[str, object] | None = None,
-    fromlist: tuple[str, ...] | None = (),
-    level: int = 0,
-) -> Any:
-    """``__import__`` that finds accel's Adam as Transformer Engine's, for the code it is given to."""
-    if name == _OPTIMIZERS:
-        return types.SimpleNamespace(FusedAdam=PrecisionAwareAdam)
-    return builtins.__import__(name, globals, locals, fromlist or (), level)
+_OPTIMIZERS = {
+    "transformer_engine.pytorch.optimizers": types.SimpleNamespace(FusedAdam=PrecisionAwareAdam)
+}
 
 
 def _yes(*args: Any, **kwargs: Any) -> bool:
@@ -53,7 +43,7 @@ def checked_with_ours(post_init: Callable[[Any], None]) -> Callable[[Any], None]
     @functools.wraps(post_init)
     def __post_init__(self: Any) -> None:
         ours = self.use_precision_aware_optimizer
-        (told(post_init, _import, is_te_min_version=_yes) if ours else post_init)(self)
+        (told(post_init, _OPTIMIZERS, is_te_min_version=_yes) if ours else post_init)(self)
 
     return __post_init__
 
@@ -68,7 +58,7 @@ def built_with_ours(build: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(build)
     def build_(config: Any, *args: Any, **kwargs: Any) -> Any:
         ours = config.use_precision_aware_optimizer and not config.optimizer_cpu_offload
-        return (told(build, _import, **names) if ours else build)(config, *args, **kwargs)
+        return (told(build, _OPTIMIZERS, **names) if ours else build)(config, *args, **kwargs)
 
     return build_
 

@@ -256,7 +256,7 @@ def import_with_layers(
 def importing_layers(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def importing(*args: Any, **kwargs: Any) -> Any:
-        return told(original, import_with_layers)(*args, **kwargs)
+        return told(original, _modules())(*args, **kwargs)
 
     return importing
 

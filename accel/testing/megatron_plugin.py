@@ -150,9 +150,8 @@ class Recorder:
         if report.failed:
             reason = _reason(report)
             if "shared-memory collectives" in reason and " of this group, but rank " in reason:
-                os._exit(
-                    APART
-                )  # most likely an earlier test has left a rank behind: begin anew with this one
+                # most likely an earlier test has left a rank behind: begin anew with this one
+                os._exit(APART)
             self.write(report.nodeid, "failed", reason)
         elif report.skipped:
             self.write(report.nodeid, "skipped", _reason(report))

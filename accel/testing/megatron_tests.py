@@ -126,10 +126,7 @@ def run_file(checkout: Path, file: Path, results: Path, limits: argparse.Namespa
             _fork_rank(rank, port, checkout, file, results, limits) for rank in range(WORLD_SIZE)
         ]
         ended, stopped_rank = _wait(ranks, deadline)
-        known = len(result.outcomes)
         again = _collect(result, results, ended, stopped_rank)
-        if ended == APART and len(result.outcomes) == known:  # so it is this test's own doing
-            again = _collect(result, results, ended, stopped_rank, blame_apart=True)
         if not again or time.monotonic() > deadline:
             break
     if ended:
@@ -221,17 +218,11 @@ def _plugins() -> list[str]:
     return ["pytest_timeout", *mock, megatron_plugin.__name__]
 
 
-def _collect(
-    result: FileResult,
-    results: Path,
-    ended: str,
-    stopped_rank: int | None,
-    blame_apart: bool = False,
-) -> bool:
+def _collect(result: FileResult, results: Path, ended: str, stopped_rank: int | None) -> bool:
     """Put the ranks' outcomes together: the worst counts. If the run was `ended`, the test that the stopped
     rank was in has failed (without such a rank, the first that not all ranks finished), and what only some
-    ranks have passed counts for nothing yet. Nobody is to blame if the ranks are `APART`: an earlier test has
-    failed on some of them. Whether tests are left to be run."""
+    ranks have passed counts for nothing yet. That ranks are `APART` is the doing of an earlier test of this
+    run, if there was one. Whether tests are left to be run."""
     outcomes = collections.defaultdict[str, dict[int, tuple[str, str]]](dict)
     last: dict[int, str] = {}
     for rank in range(WORLD_SIZE):
@@ -244,16 +235,15 @@ def _collect(
                 if row["outcome"] != "started":
                     of_rank[rank] = row["outcome"], row["reason"]
     unfinished = [name for name, of_rank in outcomes.items() if len(of_rank) < WORLD_SIZE]
-    blamed = None
-    if ended and unfinished and (ended != APART or blame_apart):
-        blamed = unfinished[0] if stopped_rank is None else last.get(stopped_rank, unfinished[0])
+    known = len(result.outcomes)
     for name, of_rank in outcomes.items():
         test = name.partition("::")[2] or "(the file)"
         passed_by_some = ended and name in unfinished and "failed" not in dict(of_rank.values())
         for outcome, reason in () if passed_by_some else of_rank.values():
             _worse(result, test, outcome, reason)
-        if name == blamed:
-            _worse(result, test, "failed", ended)
+    if ended and unfinished and (ended != APART or len(result.outcomes) == known):
+        blamed = unfinished[0] if stopped_rank is None else last.get(stopped_rank, unfinished[0])
+        _worse(result, blamed.partition("::")[2] or "(the file)", "failed", ended)
     return bool(ended and unfinished)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,18 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_run_equals_the_uninterrupted_one(case: str, tmp_path: Path) -> None:
     ranks, flags = CASES[case]
-    command = [str(SCRIPT), *MODEL, *flags.split(), "--train-iters", "5", "--lr-decay-iters", "5"]
-    save = ["--save", str(tmp_path), "--save-interval", "2"]
-    whole = numbers(launch(ranks, [*command, *save], seconds=150))
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = numbers(launch(ranks, [*command, "--load", str(tmp_path)], seconds=150))
+    check_resumption(ranks, flags.split(), tmp_path)
+
+
+def check_resumption(
+    ranks: int, flags: list[str], folder: Path, first: Sequence[str] = (), then: Sequence[str] = ()
+) -> None:
+    """A run with the flags `first` is gone on with from its second iteration with `then`: to the same end."""
+    command = [str(SCRIPT), *MODEL, *flags, "--train-iters", "5", "--lr-decay-iters", "5"]
+    save = ["--save", str(folder), "--save-interval", "2"]
+    whole = numbers(launch(ranks, [*command, *first, *save], seconds=150))
+    (folder / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = numbers(launch(ranks, [*command, *then, "--load", str(folder)], seconds=150))
     assert len(whole) == 5
     assert len(resumed) == 3
     # Megatron averages the first loss that a process logs into the second, so that one is left out

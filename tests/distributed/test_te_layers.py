@@ -9,7 +9,7 @@ import pytest
 
 from accel.testing.distributed import launch, under_torchrun
 
-from .test_resume import numbers
+from .test_resume import check_resumption, numbers
 from .training import MODEL, MOE, SCRIPT
 
 pytestmark = pytest.mark.skipif(under_torchrun(), reason="launches its own ranks")
@@ -39,15 +39,8 @@ def test_each_spec_goes_on_from_the_others_checkpoint(
 ) -> None:
     ranks, flags = LAYOUTS[layout]
     one, other = (LOCAL, TE) if first == "local" else (TE, LOCAL)
-    command = [str(SCRIPT), *MODEL, *flags, "--train-iters", "5", "--lr-decay-iters", "5"]
-    save = ["--save", str(tmp_path), "--save-interval", "2", "--ckpt-format", "torch_dist"]
-    whole = numbers(launch(ranks, [*command, *one, *save], seconds=150))
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = numbers(launch(ranks, [*command, *other, "--load", str(tmp_path)], seconds=150))
-    assert len(whole) == 5
-    # As in test_resume: the first loss that a process logs is averaged into its second.
-    assert [norm for _, norm in resumed] == [norm for _, norm in whole[2:]]
-    assert [resumed[i][0] for i in (0, 2)] == [whole[i][0] for i in (2, 4)]
+    flags = [*flags, "--ckpt-format", "torch_dist"]
+    check_resumption(ranks, flags, tmp_path, first=one, then=other)
 
 
 @pytest.mark.parametrize("fusion", [[], ["--no-gradient-accumulation-fusion"]], ids=["", "unfused"])

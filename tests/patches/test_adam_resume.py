@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel.patches.adam_resume import counting_steps, with_a_step_count
+from accel.patches.adam_resume import counting_steps, step_counts_apart, with_a_step_count
 
 from .test_fused_adamw import build, one_rank, take_steps
 
@@ -58,3 +58,8 @@ def test_a_rank_without_parameters_counts_its_steps() -> None:
         wrapper.optimizer.step()
     assert with_a_step_count(step_counts)(wrapper) == {3.0}
     assert not wrapper.optimizer.state
+    step_counts_apart(lambda self, saved: None)(
+        wrapper, {"optimizer": {"param_groups": [{"step": 7}]}}
+    )
+    wrapper.optimizer.step()
+    assert with_a_step_count(step_counts)(wrapper) == {8.0}

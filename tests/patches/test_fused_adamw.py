@@ -101,6 +101,19 @@ def gradients(model: Any, step: int) -> list[Tensor]:
     return [torch.randn(p.shape, generator=draw) for p in model.parameters()]
 
 
+def one_step(model: Any, optimizer: Any, step: int, scale: float | Tensor = 1.0) -> Any:
+    """A step with gradients that do not depend on the weights, so that no difference is amplified."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    for p, grad in zip(model.parameters(), gradients(model, step), strict=True):
+        p.main_grad.copy_(grad * scale)
+        if scale != 1 and step == INFINITE_AT:
+            p.main_grad.view(-1)[0] = torch.inf
+    model.start_grad_sync()
+    model.finish_grad_sync()
+    return optimizer.step()
+
+
 @dataclass
 class Run:
     """What a run left behind: fp32 weights and moments by parameter, the model's weights, the log."""
@@ -113,19 +126,9 @@ class Run:
 
 
 def take_steps(model: Any, optimizer: Any, steps: range) -> Run:
-    """Steps with gradients that do not depend on the weights, so that no difference is amplified."""
     run = Run()
-    scaled = optimizer.get_loss_scale().item() > 1
     for step in steps:
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        for p, grad in zip(model.parameters(), gradients(model, step), strict=True):
-            p.main_grad.copy_(grad * optimizer.get_loss_scale())
-            if scaled and step == INFINITE_AT:
-                p.main_grad.view(-1)[0] = torch.inf
-        model.start_grad_sync()
-        model.finish_grad_sync()
-        successful, norm, _ = optimizer.step()
+        successful, norm, _ = one_step(model, optimizer, step, optimizer.get_loss_scale())
         run.log.append((successful, norm))
     (inner,) = optimizer.chained_optimizers
     by_address = {p.data_ptr(): s for p, s in inner.optimizer.state.items()}
@@ -333,13 +336,7 @@ def shards_and_weights(fused: bool, bf16: bool, overlap: bool) -> list[list[Tens
         bf16=bf16, use_distributed_optimizer=True, overlap_param_gather=overlap
     )
     for step in range(STEPS):
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        for p, grad in zip(model.parameters(), gradients(model, step), strict=True):
-            p.main_grad.copy_(grad)
-        model.start_grad_sync()
-        model.finish_grad_sync()
-        optimizer.step()
+        one_step(model, optimizer, step)
         if overlap:
             model.start_param_sync(force_sync=True)
     (inner,) = optimizer.chained_optimizers

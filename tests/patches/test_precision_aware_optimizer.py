@@ -11,7 +11,7 @@ from torch import Tensor
 from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from tests.ops.contract import needs_native
 
-from .test_fused_adamw import build, gradients, one_rank
+from .test_fused_adamw import build, one_rank, one_step
 
 pytestmark = needs_native
 STEPS = 20
@@ -22,13 +22,7 @@ AWARE = {**STOCK, "use_precision_aware_optimizer": True}
 def steps(model: Any, optimizer: Any, which: range) -> list[float]:
     norms = []
     for step in which:
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        for p, grad in zip(model.parameters(), gradients(model, step), strict=True):
-            p.main_grad.copy_(grad)
-        model.start_grad_sync()
-        model.finish_grad_sync()
-        successful, norm, _ = optimizer.step()
+        successful, norm, _ = one_step(model, optimizer, step)
         assert successful
         norms.append(norm)
     return norms

@@ -77,6 +77,11 @@ def test_ranks_that_are_apart_begin_anew(tmp_path: Path) -> None:
     found, again = collected(tmp_path, ranks, ended=megatron_tests.APART, stopped_rank=3)
     assert found.outcomes == {"a": "failed"}
     assert again
+    collected_again, again = collected(
+        tmp_path, [{"b": "started"}] * WORLD_SIZE, ended=megatron_tests.APART, stopped_rank=3
+    )
+    assert collected_again.outcomes == {"b": "failed"}  # first of its run: its own doing
+    assert again
 
 
 RUN_A_FILE = """
@@ -151,9 +156,11 @@ def test_a_row_stays_until_its_file_is_run_again() -> None:
         "commit": "c0ffee",
         "failures": {},
     }
-    assert "**2 passed, 1 failed, 0 skipped** in 2 of 9 files" in report(
-        rows, {"failure": [], "beyond": [], "not_run": []}, 9
-    )
+    rows["old.py"] = {"passed": 1, "failed": 2, "skipped": 0, "commit": "abc", "first": "why then"}
+    text = report(rows, {"failure": [], "beyond": [], "not_run": []}, 9)
+    assert "**3 passed, 3 failed, 0 skipped** in 3 of 9 files" in text
+    assert "| recorded by number alone, in an earlier run | 2 |" in text
+    assert "| old.py |  | 1 | 2 | 0 | why then | abc |" in text
 
 
 def test_a_reason_names_no_folder_of_the_machine() -> None:
