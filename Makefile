@@ -52,8 +52,9 @@ $(VENV)/.data: $(VENV)/.native examples/demo/corpus.py
 demo: setup
 	$(PY) examples/demo/run.py
 
+# The tests of a file stay together: those of a layout share one launch of its ranks.
 test: setup
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n logical --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
 check: $(VENV)/.requirements
 	$(PY) -m ruff check .

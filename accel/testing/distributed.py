@@ -26,7 +26,8 @@ from accel.testing.ranks import Launcher
 
 __all__ = ["launch", "under_torchrun"]
 
-SECONDS_PER_TEST = 120
+SECONDS_PER_TEST = 300
+"""Says that a rank hangs, so it is many times what the longest test needs on a quiet machine."""
 _TAIL_LINES = 60
 _REPORTS = "ACCEL_TEST_REPORTS"
 _FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
@@ -40,7 +41,7 @@ def under_torchrun() -> bool:
 def launch(
     world_size: int,
     command: Sequence[str],
-    seconds: float,
+    seconds: float = SECONDS_PER_TEST,
     environment: Mapping[str, str] | None = None,
 ) -> str:
     """Run ``python COMMAND`` on ``world_size`` ranks of this machine and return what they printed.
@@ -146,9 +147,9 @@ class Batch:
                 command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *left]
                 # a rank that waits in C++ never sees a signal: the thread ends the process
                 command += [f"--timeout={SECONDS_PER_TEST}", "--timeout-method=thread"]
-                status, output = _launch(
-                    self.world_size, command, SECONDS_PER_TEST * len(left), {_REPORTS: reports}
-                )
+                # one more than the tests: the rank that hangs ends itself and says where it was
+                seconds = SECONDS_PER_TEST * (len(left) + 1)
+                status, output = _launch(self.world_size, command, seconds, {_REPORTS: reports})
                 self._read(Path(reports), left)
             left = [t for t in left if t not in self.outcomes]
             if left:  # the ranks died in the first test that has no outcome

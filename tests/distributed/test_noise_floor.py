@@ -17,7 +17,7 @@ import torch
 from .training import losses, train
 
 STEPS = 100
-FLAGS = ["--bf16", "--train-iters", str(STEPS), "--seed", "7"]
+FLAGS = ["--bf16", "--train-iters", str(STEPS), "--seed", "7", "--global-batch-size", "4"]
 STOCK = ["--accel-preset", "off", "--no-gradient-accumulation-fusion"]
 NUM_PERTURBED = 3
 

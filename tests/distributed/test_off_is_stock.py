@@ -56,7 +56,7 @@ def test_off_is_bit_identical_to_stock(case: str, tmp_path: Path) -> None:
     logs, states = {}, {}
     for side, command in sides.items():
         save = tmp_path / side
-        logs[side] = launch(ranks, [*command, "--save", str(save)], seconds=150, environment=env)
+        logs[side] = launch(ranks, [*command, "--save", str(save)], environment=env)
         states[side] = checkpoint_tensors(save)
     assert "[accel]" not in logs["stock"]
     assert len(losses(logs["stock"])) == 5

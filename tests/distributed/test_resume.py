@@ -35,9 +35,9 @@ def check_resumption(
     """A run with the flags `first` is gone on with from its second iteration with `then`: to the same end."""
     command = [str(SCRIPT), *MODEL, *flags, "--train-iters", "5", "--lr-decay-iters", "5"]
     save = ["--save", str(folder), "--save-interval", "2"]
-    whole = numbers(launch(ranks, [*command, *first, *save], seconds=150))
+    whole = numbers(launch(ranks, [*command, *first, *save]))
     (folder / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = numbers(launch(ranks, [*command, *then, "--load", str(folder)], seconds=150))
+    resumed = numbers(launch(ranks, [*command, *then, "--load", str(folder)]))
     assert len(whole) == 5
     assert len(resumed) == 3
     # Megatron averages the first loss that a process logs into the second, so that one is left out

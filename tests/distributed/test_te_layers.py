@@ -53,9 +53,9 @@ def test_overlapped_and_delayed_steps_are_the_plain_ones(fusion: list[str]) -> N
         *[*plain, "--overlap-grad-reduce"],
         *["--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"],
     ]
-    expected = numbers(launch(2, plain, seconds=150))
+    expected = numbers(launch(2, plain))
     assert len(expected) == 5
-    assert numbers(launch(2, delayed, seconds=150)) == expected
+    assert numbers(launch(2, delayed)) == expected
 
 
 def test_experts_of_the_op_fuser_are_the_plain_ones() -> None:
@@ -63,15 +63,15 @@ def test_experts_of_the_op_fuser_are_the_plain_ones() -> None:
     plain = [str(SCRIPT), *MODEL, *MOE, *TE, *flags]
     fused = [*plain, "--use-transformer-engine-op-fuser"]
     asked = {"NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}  # Megatron 0.19 wants it beside the flag
-    expected = numbers(launch(2, plain, seconds=150))
+    expected = numbers(launch(2, plain))
     assert len(expected) == 5
-    assert numbers(launch(2, fused, seconds=150, environment=asked)) == expected
+    assert numbers(launch(2, fused, environment=asked)) == expected
 
 
 def test_an_optimizer_state_in_the_other_specs_order_is_refused(tmp_path: Path) -> None:
     command = [str(SCRIPT), *MODEL, "--use-distributed-optimizer", "--train-iters", "2"]
-    launch(1, [*command, *LOCAL, "--save", str(tmp_path), "--save-interval", "2"], seconds=150)
+    launch(1, [*command, *LOCAL, "--save", str(tmp_path), "--save-interval", "2"])
     command[-1] = "3"
     with pytest.raises(pytest.fail.Exception, match="in the order of --transformer-impl local"):
-        launch(1, [*command, *TE, "--load", str(tmp_path)], seconds=150)
-    launch(1, [*command, *TE, "--load", str(tmp_path), "--no-load-optim"], seconds=150)
+        launch(1, [*command, *TE, "--load", str(tmp_path)])
+    launch(1, [*command, *TE, "--load", str(tmp_path), "--no-load-optim"])

@@ -92,7 +92,7 @@ def _alone(flags: list[str]) -> str:
     """The script on one rank, in a process of its own."""
     from accel.testing.distributed import launch
 
-    return launch(1, [str(SCRIPT), *MODEL, *flags], seconds=150)
+    return launch(1, [str(SCRIPT), *MODEL, *flags])
 
 
 def _forget_megatron() -> None:
