@@ -65,6 +65,9 @@ class Feature:
     conflicts: Mapping[str, str] = field(default_factory=dict)
     """Attribute of Megatron's args, or name of a feature -> why it cannot be combined with this
     one."""
+    refuses: Callable[[Context], str | None] = _never
+    """Why it cannot serve what Megatron's args ask for, where `conflicts` cannot say it: an error if the
+    feature was asked for by name, else *skipped*."""
     unavailable: Callable[[Context], str | None] = _never
     """Why it cannot run here: shown as *skipped*, an error under ``--accel-strict``."""
     idle: Callable[[Context], str | None] = _never
@@ -207,7 +210,8 @@ def _clash(feature: Feature, asked: Mapping[str, str], context: Context) -> str 
             return f"{feature.flag} and --accel-{other.replace('_', '-')} exclude each other: {why}"
         if getattr(context.args, other, None):
             return f"{feature.flag} and --{other.replace('_', '-')} exclude each other: {why}"
-    return None
+    reason = feature.refuses(context)
+    return f"{feature.flag}: {reason}" if reason else None
 
 
 def active(choices: Iterable[Choice]) -> list[Feature]:

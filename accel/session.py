@@ -160,10 +160,12 @@ class Session:
 
 
 def _apply_patches(features: Sequence[Feature]) -> Applied:
-    """Apply the patches of all features as one set; a problem is told with the feature it concerns."""
+    """Apply the patches of all features as one set, one that features share once; a problem is told with the
+    feature it concerns."""
     owner = {p.target: f.name for f in features for p in f.patches}
+    patches = {id(p): p for f in features for p in f.patches}
     try:
-        return patching.apply([p for f in features for p in f.patches], scope=AUDIENCE)
+        return patching.apply(list(patches.values()), scope=AUDIENCE)
     except PatchError as e:
         lines = [f"{owner[p.target]}: {p.target}: {p.text}" for p in e.problems]
         raise PatchError("nothing was patched:\n  " + "\n  ".join(lines), e.problems) from None

@@ -144,6 +144,17 @@ class PrecisionAwareAdam(torch.optim.Adam):
         if state_name == MASTER:
             param.copy_(self.get_unscaled_state(param, MASTER))
 
+    @torch.no_grad()
+    def reload_masters(self) -> None:
+        """Make the masters what the parameters are, after these were written by somebody else."""
+        for param, state in self.state.items():
+            if not state or state[MASTER].data_ptr() == param.data_ptr():
+                continue
+            if self._has_remainder(param):
+                state[MASTER].zero_()
+            else:
+                self._keep(param, MASTER, param.detach().float())
+
     def _has_remainder(self, param: Tensor) -> bool:
         return self.store_param_remainders and param.dtype == torch.bfloat16
 
@@ -221,14 +232,40 @@ class PrecisionAwareAdam(torch.optim.Adam):
             self.set_scaled_state(param, name, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but states keep their own dtypes: torch would cast them to the parameter's."""
-        super().load_state_dict({**state_dict, "state": {}})
+        """As torch's, but states keep their own dtypes: torch would cast them to the parameter's.
+
+        Raises:
+            ValueError: a tensor has another shape or dtype than what is kept; nothing is loaded.
+        """
         params = [p for group in self.param_groups for p in group["params"]]
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-        for number, param in zip(numbers, params, strict=True):
-            if number in state_dict["state"]:
+        given = dict(zip(params, map(state_dict["state"].get, numbers), strict=True))
+        for number, (param, state) in enumerate(given.items()):
+            self._check_state(number, param, state or {})
+        super().load_state_dict({**state_dict, "state": {}})
+        for param, state in given.items():
+            if state is not None:
                 self.initialize_state(param)
-                self._load(param, state_dict["state"][number])
+                self._load(param, state)
+
+    def _check_state(self, number: int, param: Tensor, given: dict[str, Any]) -> None:
+        for name in given.keys() & {MASTER, *MOMENTS}:
+            value, dtype = given[name], self._dtype_of(param, name)
+            dtypes = {dtype, torch.uint8} if dtype == FP8 else {dtype}
+            if self._is_placeholder(param, name, value):
+                continue
+            if value.dtype not in dtypes or value.shape != param.shape:
+                raise ValueError(
+                    f"PrecisionAwareAdam: {name} of parameter {number}, {list(param.shape)}, is kept as "
+                    f"{dtype}; the state dict has {value.dtype} of {list(value.shape)}"
+                )
+
+    def _dtype_of(self, param: Tensor, name: str) -> torch.dtype:
+        return torch.int16 if name == MASTER and self._has_remainder(param) else self._dtypes[name]
+
+    def _is_placeholder(self, param: Tensor, name: str, value: Tensor) -> bool:
+        """Megatron takes every parameter for one with a remainder."""
+        return name == MASTER and value.dtype == torch.int16 != self._dtype_of(param, name)
 
     @torch.no_grad()
     def _load(self, param: Tensor, given: dict[str, Any]) -> None:
@@ -236,15 +273,6 @@ class PrecisionAwareAdam(torch.optim.Adam):
         for name, value in given.items():
             if not isinstance(value, Tensor):
                 state[name] = value
-                continue
-            kept = state[name]
-            if value.dtype == torch.uint8 and kept.dtype == FP8:
-                value = value.view(FP8)
-            if name == MASTER and value.dtype == torch.int16 != kept.dtype:
-                continue  # Megatron's placeholder: it takes every parameter for one with a remainder
-            if kept.dtype != value.dtype or kept.shape != value.shape:
-                raise ValueError(
-                    f"PrecisionAwareAdam: {name} of parameter {list(param.shape)} is kept as {kept.dtype} "
-                    f"{list(kept.shape)}, the state dict has {value.dtype} {list(value.shape)}"
-                )
-            kept.copy_(value)
+            elif not self._is_placeholder(param, name, value):
+                kept = state[name]
+                kept.copy_(value.view(kept.dtype) if value.dtype == torch.uint8 else value)

@@ -35,6 +35,7 @@ from accel.patches import (
     optimizer_without_lr,
     precision_aware_optimizer,
     rope_fusion,
+    shared_weights,
     spec_checkpoints,
     te_layers,
 )
@@ -64,6 +65,7 @@ FEATURES: tuple[Feature, ...] = (
     fused_cross_entropy.FEATURE,
     linear_cross_entropy.FEATURE,
     fused_adamw.FEATURE,
+    shared_weights.FEATURE,
     grouped_gemm.FEATURE,
     fused_moe_permute.FEATURE,
     fused_topk_router.FEATURE,

@@ -24,7 +24,10 @@ __all__ = ["ALIASES", "HOOKS", "MODULE", "add_options"]
 
 MODULE = "megatron.training.arguments"
 
-ALIASES = {"--use-fused-rmsnorm": "--accel-fused-norm"}
+ALIASES = {
+    "--use-fused-rmsnorm": "--accel-fused-norm",
+    "--reuse-fp32-param": "--accel-shared-weights",
+}
 """MindSpeed's spelling -> ours, for every MindSpeed feature that accel has."""
 
 HOOKS = (

@@ -12,11 +12,12 @@ that wants another number of ranks is skipped and says so.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -107,27 +108,37 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_rendezvous(request: pytest.FixtureRequest) -> None:
-    """On a rank: a store of its own for each test.
+def _first_store(request: pytest.FixtureRequest) -> None:
+    """On a rank: a store of its own for each test."""
+    if under_torchrun() and request.node.get_closest_marker("distributed") is not None:
+        request.getfixturevalue("fresh_store")()
+
+
+@pytest.fixture
+def fresh_store(request: pytest.FixtureRequest) -> Callable[[], None]:
+    """On a rank: call it before the second and any further process group of a test.
 
     torchrun's store outlives a process group, and a second group that meets the keys of the first
-    hangs; rank 0 therefore picks a free port for the test and tells the others through that store.
+    hangs; rank 0 therefore picks a free port and tells the others through that store.
     """
-    if not under_torchrun() or request.node.get_closest_marker("distributed") is None:
-        return
-    from torch import distributed as dist
+    calls = itertools.count()
 
-    agent = request.session.stash.setdefault(
-        _AGENT, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    )
-    store = dist.TCPStore(*agent, is_master=False)  # type: ignore[attr-defined]
-    key = f"accel-testing/{request.node.nodeid}"
-    if os.environ["RANK"] == "0":
-        with socket.socket() as probe:
-            probe.bind((agent[0], 0))
-            store.set(key, str(probe.getsockname()[1]))
-    os.environ["MASTER_PORT"] = store.get(key).decode()
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    def call() -> None:
+        from torch import distributed as dist
+
+        agent = request.session.stash.setdefault(
+            _AGENT, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        )
+        store = dist.TCPStore(*agent, is_master=False)  # type: ignore[attr-defined]
+        key = f"accel-testing/{request.node.nodeid}/{next(calls)}"
+        if os.environ["RANK"] == "0":
+            with socket.socket() as probe:
+                probe.bind((agent[0], 0))
+                store.set(key, str(probe.getsockname()[1]))
+        os.environ["MASTER_PORT"] = store.get(key).decode()
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+
+    return call
 
 
 @dataclass

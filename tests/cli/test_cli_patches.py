@@ -103,11 +103,11 @@ def test_patches_as_text(before: list[Any], capfd: pytest.CaptureFixture[str]) -
     assert main(["patches", "--device", "cpu"]) == 0
     out = capfd.readouterr().out
     for patch in (*PATCHES, *HOOKS):
-        (line,) = (
+        lines = [
             line for line in out.splitlines() if f"  {patch.target}  " in line and patch.why in line
-        )
-        assert line.startswith("ok")
-        assert patch.replacement in line
+        ]
+        assert len(lines) == sum(p is patch for p in (*PATCHES, *HOOKS)), "a line for each feature"
+        assert all(line.startswith("ok") and patch.replacement in line for line in lines)
     assert "accel.device.cpu.surface:compile_" in out
     assert f"megatron-core {facts.megatron().version}" in out.splitlines()[-1]
 

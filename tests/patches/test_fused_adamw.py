@@ -70,8 +70,10 @@ def build(**options: Any) -> tuple[Any, Any]:
     dtype = torch.bfloat16 if flags["bf16"] else torch.half if flags["fp16"] else torch.float32
     ddp = {k: options[k] for k in options if k in ("use_distributed_optimizer",)}
     overlap = options.pop("overlap_param_gather", False)
+    frozen = options.pop("frozen", False)
     torch.manual_seed(0)
     layers = torch.nn.Linear(40, 70), torch.nn.LayerNorm(70), torch.nn.Linear(70, 33)
+    layers[1].requires_grad_(not frozen)
     model = DistributedDataParallel(
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **flags),
         DistributedDataParallelConfig(
@@ -106,6 +108,8 @@ def one_step(model: Any, optimizer: Any, step: int, scale: float | Tensor = 1.0)
     model.zero_grad_buffer()
     optimizer.zero_grad()
     for p, grad in zip(model.parameters(), gradients(model, step), strict=True):
+        if not p.requires_grad:
+            continue
         p.main_grad.copy_(grad * scale)
         if scale != 1 and step == INFINITE_AT:
             p.main_grad.view(-1)[0] = torch.inf

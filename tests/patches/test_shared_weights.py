@@ -1,0 +1,261 @@
+"""`--accel-shared-weights` steps as stock does, in 4 bytes for a weight and its master; its state dicts are
+stock's own."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accel.feature import Context
+from accel.memory.precision_aware_adam import PrecisionAwareAdam
+from accel.ops import join_remainder
+from accel.patches import shared_weights
+from tests.ops.contract import needs_native
+
+from .test_fused_adamw import build, one_rank, one_step
+
+pytestmark = needs_native
+BOTH = pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+
+
+def built(distributed: bool, **options: Any) -> tuple[Any, Any, Any]:
+    """Model, optimizer, and the one that it is made of."""
+    model, optimizer = build(bf16=True, use_distributed_optimizer=distributed, **options)
+    (inner,) = optimizer.chained_optimizers
+    return model, optimizer, inner
+
+
+def masters(model: Any, inner: Any) -> list[Tensor]:
+    """In fp32, of stock's optimizers or ours; in the order of the model's parameters."""
+    if not isinstance(inner.optimizer, PrecisionAwareAdam):
+        return [p.main_param.detach().view(p.shape).clone() for p in trained(model)]
+    by_address = {p.data_ptr(): (p, s) for p, s in inner.optimizer.state.items()}
+    found = []
+    for p in trained(model):
+        shard, state = by_address[p.data_ptr()]
+        found.append(join_remainder(shard.detach(), state["master_param"]).view(p.shape))
+    return found
+
+
+def moments(inner: Any) -> list[Tensor]:
+    states = [inner.optimizer.state[p] for g in inner.optimizer.param_groups for p in g["params"]]
+    return [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+
+
+def trained(model: Any) -> list[Tensor]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def ties(master: Tensor) -> Tensor:
+    """Which numbers lie halfway between two of bf16, the lower one even."""
+    return (master.view(torch.int32) & 0x1FFFF) == 0x8000
+
+
+@BOTH
+def test_200_steps_are_those_of_stock_but_for_ties(distributed: bool) -> None:
+    with one_rank(fused_adamw=True):
+        model, optimizer, inner = built(distributed)
+        norms, tied = [], [torch.zeros(p.shape, dtype=torch.bool) for p in trained(model)]
+        for step in range(200):
+            norms.append(one_step(model, optimizer, step))
+            for seen, master in zip(tied, masters(model, inner), strict=True):
+                seen |= ties(master)
+        expected = masters(model, inner), moments(inner)
+    with one_rank(fused_adamw=True, shared_weights=True):
+        ours, optimizer, inner = built(distributed)
+        assert [one_step(ours, optimizer, step) for step in range(200)] == norms
+        found = masters(ours, inner), moments(inner)
+    count = sum(int(seen.sum()) for seen in tied)
+    print(f"{count} ties in {200 * sum(seen.numel() for seen in tied)} masters")
+    assert count > 0, "no tie was met: another seed"
+    for a, b in zip(found[1], expected[1], strict=True):
+        assert torch.equal(a, b)
+    for i, p in enumerate(trained(ours)):
+        a, b = found[0][i], expected[0][i]
+        assert torch.equal(a[~tied[i]], b[~tied[i]])
+        ulps = (a.view(torch.int32) - b.view(torch.int32)).abs()
+        assert ulps.max() <= 4
+        assert torch.equal(p.detach(), a.bfloat16())
+
+
+@BOTH
+def test_a_skipped_step_changes_nothing_and_frozen_parameters_stay(distributed: bool) -> None:
+    options = {"loss_scale": 1024.0, "frozen": True}
+    with one_rank(fused_adamw=True):
+        model, optimizer, inner = built(distributed, **options)
+        log = [one_step(model, optimizer, i, optimizer.get_loss_scale()) for i in range(3)]
+        expected = masters(model, inner)
+    assert [successful for successful, *_ in log] == [True, False, True]
+    with one_rank(fused_adamw=True, shared_weights=True):
+        ours, optimizer, inner = built(distributed, **options)
+        start = [p.detach().clone() for p in ours.parameters()]
+        for i in range(3):
+            before = [p.detach().clone() for p in ours.parameters()]
+            assert one_step(ours, optimizer, i, optimizer.get_loss_scale()) == log[i]
+            if not log[i][0]:
+                assert all(map(torch.equal, before, ours.parameters()))
+        assert all(map(torch.equal, masters(ours, inner), expected))
+    for p, q, was in zip(ours.parameters(), model.parameters(), start, strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(p, was) is not p.requires_grad
+
+
+@BOTH
+def test_weights_from_elsewhere_are_the_masters_then(distributed: bool) -> None:
+    def run(inner: Any, model: Any, optimizer: Any) -> list[Tensor]:
+        one_step(model, optimizer, 0)
+        for p in model.parameters():
+            p.data.mul_(1.5)
+        optimizer.reload_model_params()
+        one_step(model, optimizer, 1)
+        return masters(model, inner)
+
+    with one_rank(fused_adamw=True):
+        model, optimizer, inner = built(distributed)
+        expected = run(inner, model, optimizer)
+    with one_rank(fused_adamw=True, shared_weights=True):
+        model, optimizer, inner = built(distributed)
+        assert all(map(torch.equal, run(inner, model, optimizer), expected))
+
+
+def test_gradients_reduced_in_bf16_are_clipped_in_fp32() -> None:
+    from accel.patches.precision_aware_optimizer import in_the_dtype_of_main_grads
+
+    with one_rank(fused_adamw=True, shared_weights=True):
+        model, optimizer, inner = built(True)
+        one_step(model, optimizer, 0)
+        params = inner.get_parameters()
+
+        def copy_(self: Any) -> None:
+            for p in params:
+                p.decoupled_grad = torch.ones_like(p)
+
+        in_the_dtype_of_main_grads(copy_)(inner)
+        assert {p.decoupled_grad.dtype for p in params} == {torch.float32}
+        inner.config.main_grads_dtype = torch.bfloat16
+        in_the_dtype_of_main_grads(copy_)(inner)
+        assert {p.decoupled_grad.dtype for p in params} == {torch.bfloat16}
+
+
+def test_state_dicts_of_the_plain_optimizer_are_stocks_both_ways() -> None:
+    with one_rank(fused_adamw=True):
+        model, optimizer, inner = built(False)
+        for step in range(3):
+            one_step(model, optimizer, step)
+        stock = copy.deepcopy(optimizer.state_dict())
+        weights = [p.detach().clone() for p in model.parameters()]
+        one_step(model, optimizer, 3)
+        expected = masters(model, inner)
+    with one_rank(fused_adamw=True, shared_weights=True):
+        model, optimizer, inner = built(False)
+        for step in range(3):
+            one_step(model, optimizer, step)
+        ours = copy.deepcopy(optimizer.state_dict())
+        model, optimizer, inner = built(False)
+        load(model, optimizer, weights, stock)
+        one_step(model, optimizer, 3)
+        assert all(map(torch.equal, masters(model, inner), expected))
+    assert_same(ours, stock)
+    with one_rank(fused_adamw=True):
+        model, optimizer, inner = built(False)
+        load(model, optimizer, weights, ours)
+        one_step(model, optimizer, 3)
+        assert all(map(torch.equal, masters(model, inner), expected))
+
+
+def load(model: Any, optimizer: Any, weights: list[Tensor], state_dict: Any) -> None:
+    for p, weight in zip(model.parameters(), weights, strict=True):
+        p.data.copy_(weight)
+    optimizer.load_state_dict(copy.deepcopy(state_dict))
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """The same keys, and tensors of the same bits."""
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for key in theirs:
+            assert_same(ours[key], theirs[key])
+    elif isinstance(theirs, list | tuple):
+        assert len(ours) == len(theirs)
+        for a, b in zip(ours, theirs, strict=True):
+            assert_same(a, b)
+    elif isinstance(theirs, Tensor):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    else:
+        assert ours == theirs
+
+
+def test_a_state_dict_of_other_parameters_names_what_differs_and_loads_nothing() -> None:
+    with one_rank(fused_adamw=True, shared_weights=True):
+        model, optimizer, inner = built(False)
+        one_step(model, optimizer, 0)
+        whole = copy.deepcopy(optimizer.state_dict())
+        before = masters(model, inner), copy.deepcopy(moments(inner))
+        wrong: dict[str, Any] = {}
+        for name in ("shape", "group", "number", "moment"):
+            wrong[name] = copy.deepcopy(whole)
+        main = "fp32_from_fp16_params"
+        wrong["shape"][main][0][1] = torch.zeros(7)
+        wrong["group"][main].pop()
+        wrong["number"][main][0].pop()
+        wrong["moment"]["optimizer"]["state"][1]["exp_avg"] = torch.zeros(3)
+        texts = {
+            "shape": r"of group 0: number 1 is \[7\], the model's parameter \[33, 70\]",
+            "group": "are in 1 groups, the model's parameters in 2",
+            "number": "of group 0 are 1, the model's parameters 2",
+            "moment": r"exp_avg of parameter 1, \[33, 70\], is kept as torch.float32.* of \[3\]",
+        }
+        for name, text in texts.items():
+            with pytest.raises(ValueError, match=text):
+                optimizer.load_state_dict(wrong[name])
+            assert all(map(torch.equal, masters(model, inner), before[0])), name
+            assert all(map(torch.equal, moments(inner), before[1])), name
+
+
+@BOTH
+def test_a_weight_and_its_master_take_4_bytes(distributed: bool) -> None:
+    with one_rank(fused_adamw=True, shared_weights=True):
+        model, optimizer, inner = built(distributed)
+        one_step(model, optimizer, 0)
+        numel = sum(p.numel() for p in model.parameters())
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        kept = [s["master_param"] for s in inner.optimizer.state.values()]
+        assert weights + sum(m.numel() * m.element_size() for m in kept) == 4 * numel
+        fp32 = [
+            p for g in inner.optimizer.param_groups for p in g["params"] if p.element_size() == 4
+        ]
+        assert not fp32
+
+
+ARGS = {"bf16": True, "fp16": False, "optimizer": "adam", "use_precision_aware_optimizer": False}
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({}, None),
+        ({"bf16": False}, "parameters are fp32"),
+        ({"bf16": False, "fp16": True}, "parameters are fp16"),
+        ({"optimizer": "muon"}, "--optimizer muon is not served, only adam"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: "),
+        ({"fp8_param_gather": True}, "--fp8-param-gather: its weights are fp8"),
+        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload: "),
+    ],
+)
+def test_what_cannot_share_is_refused_by_name(changed: dict[str, Any], text: str | None) -> None:
+    feature = shared_weights.FEATURE
+    reason = feature.refuses(Context("cpu", "0.19.2", SimpleNamespace(**{**ARGS, **changed})))
+    assert (reason is None) if text is None else reason is not None and text in reason
+
+
+def test_an_fp32_optimizer_stays_as_it_is() -> None:
+    with one_rank(fused_adamw=True, shared_weights=True):
+        model, optimizer = build()
+        assert not isinstance(optimizer.chained_optimizers[0].optimizer, PrecisionAwareAdam)
+        assert one_step(model, optimizer, 0)[0]
