@@ -104,7 +104,7 @@ def bytes_per_parameter(side: str, distributed: bool, layers: int) -> float:
             prepare_step(model, optimizer, step)
             optimizer.step()
         optimizer.zero_grad()
-        return (memory_allocated() - before) / (layers * SIZE * SIZE)
+        return round((memory_allocated() - before) / (layers * SIZE * SIZE), 3)
 
 
 @contextlib.contextmanager
@@ -245,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, default=LAYERS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    logging.getLogger("accel").setLevel(logging.WARNING)  # Megatron turns on what is below
+    logging.disable(logging.INFO)  # Megatron turns it on, on standard output
     layers = 2 if args.quick else args.layers
     if args.memory:
         print_memory(layers)
