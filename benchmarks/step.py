@@ -171,6 +171,20 @@ def train(shape: Shape, folder: Path) -> dict[str, Run]:
     return runs
 
 
+def peak_of(shape: Shape, folder: Path, *flags: str) -> float:
+    """MiB, the sum over ranks, of a short run of ours by itself."""
+    log, short = folder / "alone.log", replace(shape, steps=4)
+    script = REPOSITORY / "examples" / "pretrain_gpt.py"
+    launch(
+        script,
+        [*short.megatron_flags(), *flags],
+        log,
+        ranks=shape.ranks,
+        threads=shape.threads,
+    )
+    return sum(parse(log.read_text().splitlines()).peak_bytes.values()) / 2**20
+
+
 def by_kind(profile: Path) -> dict[str, float]:
     """Kind of work -> seconds of one step on rank 0, operators' own time."""
     seconds = dict.fromkeys([*KINDS, "other"], 0.0)
@@ -185,6 +199,7 @@ def rows(shape: Shape) -> list[dict]:
         folder = Path(name)
         runs = train(shape, folder)
         kinds = {side: by_kind(folder / f"{side}.profile.json") for side in runs}
+        least = peak_of(shape, folder, "--accel-preset", "max")
     ratio = compare_turns(runs[OURS].seconds, runs[STOCK].seconds, shape.turn_steps)
     ours, stock = ratio.step_seconds
     low, high = ratio.quartiles
@@ -204,10 +219,12 @@ def rows(shape: Shape) -> list[dict]:
     difference = math.nan if any(map(math.isnan, differences)) else max(differences)
     tokens_per_second = {OURS: shape.tokens / ours, STOCK: shape.tokens / stock}
     target = shape.min_speedup and shape.min_speedup * tokens_per_second[STOCK]
+    goal = {"target": 0.65 * peak[STOCK]}
     bound = shape.tokens / kinds[OURS]["matrix products"]
     result = [
         row("tokens per second", "1/s", "higher", tokens_per_second, limit=bound, target=target),
-        row("peak memory", "MiB", "lower", peak, target=0.65 * peak[STOCK]),
+        row("peak memory", "MiB", "lower", peak, **goal),
+        row("peak memory, preset max", "MiB", "lower", {OURS: least, STOCK: peak[STOCK]}, **goal),
         row("largest loss difference", "nats", "lower", {OURS: difference, STOCK: 0.0}),
     ]
     return result + [

@@ -123,6 +123,46 @@ def test_weights_from_elsewhere_are_the_masters_then(distributed: bool) -> None:
         assert all(map(torch.equal, run(inner, model, optimizer), expected))
 
 
+@BOTH
+def test_weights_are_weights_at_every_moment_of_a_step(distributed: bool) -> None:
+    """What reads weights or moments between two parts of a step (logging, an average) reads numbers."""
+    with one_rank(fused_adamw=True, shared_weights=True):
+        model, optimizer, inner = built(distributed)
+        one_step(model, optimizer, 0)
+        for p in model.parameters():
+            p.main_grad.zero_()  # an expert without tokens
+        before = [p.detach().clone() for p in model.parameters()]
+        assert not inner.prepare_grads()
+        assert all(map(torch.equal, before, model.parameters()))
+        inner.clip_grad_norm(1.0)
+        assert all(map(torch.equal, before, model.parameters()))
+        inner.step_with_ready_grads()
+        found = zip(model.parameters(), masters(model, inner), strict=True)
+        assert all(torch.equal(p.detach(), master.bfloat16()) for p, master in found)
+        assert all((v >= 0).all() for v in moments(inner)[1::2])
+
+
+def test_an_empty_parameter_does_not_end_the_loop() -> None:
+    from accel.patches.shared_weights_optimizer import SharedWeightsOptimizer
+
+    with one_rank(fused_adamw=True, shared_weights=True):
+        _, _, inner = built(False)
+        params = [torch.ones(n, dtype=torch.bfloat16, requires_grad=True) for n in (4, 0, 4)]
+        for p in params:
+            p.main_grad = torch.ones(p.shape)
+        adam = PrecisionAwareAdam(
+            params, lr=0.5, store_param_remainders=True, use_decoupled_grad=True
+        )
+        optimizer = SharedWeightsOptimizer(adam, inner.config, None, inner.init_state_fn)
+        assert optimizer.step()[0]
+        assert [p.tolist() for p in params] == [[0.5] * 4, [], [0.5] * 4]
+        wrong = torch.ones(2, dtype=torch.float16, requires_grad=True)
+        with pytest.raises(ValueError, match=r"a parameter \[2\] is torch.float16"):
+            SharedWeightsOptimizer(
+                PrecisionAwareAdam([wrong]), inner.config, None, inner.init_state_fn
+            )
+
+
 def test_gradients_reduced_in_bf16_are_clipped_in_fp32() -> None:
     from accel.patches.precision_aware_optimizer import in_the_dtype_of_main_grads
 
