@@ -13,7 +13,11 @@ def told(
     function: Callable[..., Any], modules: Mapping[str, Any], **names: object
 ) -> Callable[..., Any]:
     """The same code, which sees `names` beside what its module holds now, and finds `modules`, dotted name ->
-    module, when it says ``from <name> import``."""
+    module, when it says ``from <name> import``.
+
+    Wrappers around the function are left out: in ``FEATURES`` a feature that uses this comes before others that
+    wrap the same function.
+    """
 
     def find(name: str, *rest: Any) -> Any:
         return modules[name] if name in modules else builtins.__import__(name, *rest)

@@ -17,7 +17,7 @@ from accel.ops import join_remainder
 from accel.patches import shared_weights
 from tests.ops.contract import needs_native
 
-from .test_fused_adamw import build, one_rank, one_step
+from .test_fused_adamw import HYPER, build, one_rank, one_step
 
 pytestmark = needs_native
 BOTH = pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
@@ -161,6 +161,20 @@ def test_an_empty_parameter_does_not_end_the_loop() -> None:
             SharedWeightsOptimizer(
                 PrecisionAwareAdam([wrong]), inner.config, None, inner.init_state_fn
             )
+
+
+@BOTH
+def test_the_learning_rate_may_come_later(
+    distributed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(HYPER, "lr", None)
+    with one_rank(fused_adamw=True, shared_weights=True):
+        model, optimizer, _ = built(distributed)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01
+        before = [p.detach().clone() for p in model.parameters()]
+        assert one_step(model, optimizer, 0)[0]
+        assert not any(map(torch.equal, before, model.parameters()))
 
 
 def test_gradients_reduced_in_bf16_are_clipped_in_fp32() -> None:
