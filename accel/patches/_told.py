@@ -15,8 +15,8 @@ def told(
     """The same code, which sees `names` beside what its module holds now, and finds `modules`, dotted name ->
     module, when it says ``from <name> import``.
 
-    Wrappers around the function are left out: in ``FEATURES`` a feature that uses this comes before others that
-    wrap the same function.
+    Wrappers around the function are left out: in ``FEATURES`` a feature that uses this comes before others
+    that wrap the same function.
     """
 
     def find(name: str, *rest: Any) -> Any:
