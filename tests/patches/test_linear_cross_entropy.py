@@ -193,7 +193,8 @@ def test_multi_token_prediction_is_refused_with_the_reason() -> None:
     from accel.feature import Context, choose
     from accel.patches import FEATURES
 
-    context = Context("cpu", "0.19.2", SimpleNamespace(mtp_num_layers=1))
+    args = {"bf16": True, "optimizer": "adam", "use_precision_aware_optimizer": False}
+    context = Context("cpu", "0.19.2", SimpleNamespace(mtp_num_layers=1, **args))
     with pytest.raises(ValueError, match=r"--mtp-num-layers exclude each other: .* whole logits"):
         choose(FEATURES, "fast", {"linear_cross_entropy": True}, context)
     choices = {c.feature.name: c for c in choose(FEATURES, "max", {}, context)}
