@@ -224,7 +224,14 @@ def rows(shape: Shape) -> list[dict]:
     result = [
         row("tokens per second", "1/s", "higher", tokens_per_second, limit=bound, target=target),
         row("peak memory", "MiB", "lower", peak, **goal),
-        row("peak memory, preset max", "MiB", "lower", {OURS: least, STOCK: peak[STOCK]}, **goal),
+        row(
+            "peak memory, preset max",
+            "MiB",
+            "lower",
+            {OURS: least, STOCK: peak[STOCK]},
+            method="ours: 4 steps by itself; stock: as without the preset",
+            **goal,
+        ),
         row("largest loss difference", "nats", "lower", {OURS: difference, STOCK: 0.0}),
     ]
     return result + [

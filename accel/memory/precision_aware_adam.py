@@ -121,21 +121,9 @@ class PrecisionAwareAdam(torch.optim.Adam):
             state[MASTER] = torch.empty_like(param, dtype=self._dtypes[MASTER])
             self._keep(param, MASTER, param.detach().float())
 
-    def _started(self, param: Tensor) -> dict[str, Any]:
-        """The state; what it lacks is as at the start. Megatron's ``init_state_fn`` gives moments alone."""
-        given = self.state[param]
-        if MASTER not in given:
-            self.state[param] = {}
-            self.initialize_state(param)
-            if "step" in given:
-                self.state[param]["step"].fill_(given["step"])
-            for name in given.keys() & set(MOMENTS):
-                self._keep(param, name, given[name].float())
-        return self.state[param]
-
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """A state in fp32, joined or scaled back; the state itself if it is kept so."""
-        state = self._started(param)
+        state = self.state[param]
         kept = state[state_name]
         if kept.dtype == torch.int16:
             return join_remainder(param, kept)
@@ -147,9 +135,10 @@ class PrecisionAwareAdam(torch.optim.Adam):
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Take a state in fp32, or int16 for the remainder itself. A master in fp32 writes the parameter too,
         as what it is kept as: so a resumed run has the parameters of the uninterrupted one."""
-        state = self._started(param)
+        if not self.state[param]:
+            self.initialize_state(param)
         if unscaled_state.dtype == torch.int16:
-            state[state_name].copy_(unscaled_state)
+            self.state[param][state_name].copy_(unscaled_state)
             return
         self._keep(param, state_name, unscaled_state.detach())
         if state_name == MASTER:
@@ -159,7 +148,7 @@ class PrecisionAwareAdam(torch.optim.Adam):
     def reload_masters(self) -> None:
         """Make the masters what the parameters are, after these were written by somebody else."""
         for param, state in self.state.items():
-            if MASTER not in state or state[MASTER].data_ptr() == param.data_ptr():
+            if not state or state[MASTER].data_ptr() == param.data_ptr():
                 continue  # not started, or an fp32 parameter
             if self._has_remainder(param):
                 state[MASTER].zero_()
@@ -212,7 +201,9 @@ class PrecisionAwareAdam(torch.optim.Adam):
             grad = getattr(param, attribute, None)
             if grad is None:
                 continue
-            state = self._started(param)
+            if not self.state[param]:
+                self.initialize_state(param)
+            state = self.state[param]
             kinds = [state[name].dtype for name in (*MOMENTS, MASTER)]
             if all(kind in (torch.float32, torch.int16) for kind in kinds):
                 at_once[grad.dtype, kinds[-1], param.dtype].append((param, grad))

@@ -21,17 +21,18 @@ weights in bf16.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from accel.feature import Context, Feature
-from accel.ops._dispatch import log_fallback
 from accel.patches.precision_aware_optimizer import CORRECTIONS, building, checking
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
 _HERE = "accel.patches.shared_weights"
-_ELSEWHERE = "writes or keeps the fp32 masters itself"
+_ELSEWHERE = "it writes or keeps the fp32 masters itself"
+_log = logging.getLogger("accel")
 _EXCLUDED = {
     "optimizer_cpu_offload": _ELSEWHERE,
     "use_layer_wise_distributed_optimizer": _ELSEWHERE,
@@ -42,10 +43,11 @@ _EXCLUDED = {
     "optimizer_cuda_graph": "the optimizer cannot be captured",
     "qk_clip": _ELSEWHERE,
 }
-"""Option of Megatron's arguments -> why weights cannot be shared with it."""
+"""Option of Megatron's -> why weights cannot be shared with it. Not `conflicts` of the feature: an
+optimizer's configuration is asked too, and one of these is the name of a feature that is always on."""
 
 
-def unshareable(options: Any) -> str | None:
+def _unshareable(options: Any) -> str | None:
     """Why the weights of Megatron's arguments, or of its ``OptimizerConfig``, cannot be shared."""
     if not options.bf16:
         dtype = "fp16" if options.fp16 else "fp32"
@@ -59,7 +61,7 @@ def unshareable(options: Any) -> str | None:
 
 
 def _refuses(context: Context) -> str | None:
-    return unshareable(context.args) if context.args is not None else None
+    return _unshareable(context.args) if context.args is not None else None
 
 
 def _idle(context: Context) -> str | None:
@@ -72,8 +74,8 @@ def sharing(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
 
     @functools.wraps(post_init)
     def __post_init__(self: Any) -> None:
-        if reason := unshareable(self):
-            log_fallback("shared_weights", reason)
+        if reason := _unshareable(self):
+            _log.warning("shared_weights: this optimizer keeps its own masters: %s", reason)
             post_init(self)
             return
         # without the distributed optimizer upstream refuses the flag, but follows it all the same
@@ -89,10 +91,10 @@ def sharing(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
 def built_sharing(build: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(build)
     def build_(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
-        if unshareable(config) or not config.use_precision_aware_optimizer:
+        if _unshareable(config) or not config.use_precision_aware_optimizer:
             return build(config, model_chunks, *args, **kwargs)
         if any(c.ddp_config.use_megatron_fsdp for c in model_chunks if hasattr(c, "ddp_config")):
-            raise ValueError(f"--accel-shared-weights: Megatron-FSDP {_ELSEWHERE}")
+            raise ValueError(f"--accel-shared-weights and Megatron-FSDP: {_ELSEWHERE}")
         from accel.patches.shared_weights_optimizer import SharedWeightsOptimizer
 
         ours = building(build, Float16OptimizerWithFloat16Params=SharedWeightsOptimizer)

@@ -160,29 +160,6 @@ def test_a_state_dict_resumes_to_the_bit(moments: torch.dtype) -> None:
         assert same, name
 
 
-@pytest.mark.parametrize("moments", [torch.float32, torch.float16])
-def test_moments_alone_are_completed(moments: torch.dtype) -> None:
-    """Megatron's `init_state_fn` without a configuration gives no more, in the parameter's dtype."""
-    options = {
-        "exp_avg_dtype": moments,
-        "exp_avg_sq_dtype": moments,
-        "store_param_remainders": True,
-    }
-    one, other = parameter(torch.bfloat16), parameter(torch.bfloat16)
-    whole, completed = made(one, **options), made(other, **options)
-    whole.initialize_state(one)
-    for name, value in {"exp_avg": 0.25, "exp_avg_sq": 0.5}.items():
-        whole.set_scaled_state(one, name, torch.full(one.shape, value))
-        completed.state[other][name] = torch.full_like(other, value)
-    completed.reload_masters()
-    train(whole, gradients())
-    train(completed, gradients())
-    assert torch.equal(one, other)
-    for name, value in whole.state[one].items():
-        if isinstance(value, Tensor):
-            assert torch.equal(value, completed.state[other][name]), name
-
-
 def test_a_state_of_another_dtype_is_refused_by_name() -> None:
     param = parameter(torch.bfloat16)
     optimizer = made(param)

@@ -4,6 +4,7 @@ stock's own."""
 from __future__ import annotations
 
 import copy
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel.feature import Context
+from accel.feature import Context, choose
 from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from accel.ops import join_remainder
 from accel.patches import shared_weights
@@ -293,23 +294,32 @@ ARGS = {"bf16": True, "fp16": False, "optimizer": "adam", "use_precision_aware_o
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({}, None),
         ({"bf16": False}, "parameters are fp32"),
         ({"bf16": False, "fp16": True}, "parameters are fp16"),
         ({"optimizer": "muon"}, "--optimizer muon is not served, only adam"),
-        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: "),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: it writes"),
         ({"fp8_param_gather": True}, "--fp8-param-gather: its weights are fp8"),
-        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload: "),
+        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload: it writes"),
     ],
 )
-def test_what_cannot_share_is_refused_by_name(changed: dict[str, Any], text: str | None) -> None:
-    feature = shared_weights.FEATURE
-    reason = feature.refuses(Context("cpu", "0.19.2", SimpleNamespace(**{**ARGS, **changed})))
-    assert (reason is None) if text is None else reason is not None and text in reason
+def test_what_cannot_share_is_refused_by_name(changed: dict[str, Any], text: str) -> None:
+    features = [shared_weights.FEATURE]
+    context = Context("cpu", "0.19.2", SimpleNamespace(**{**ARGS, **changed}))
+    with pytest.raises(ValueError, match=f"^--accel-shared-weights.*{text}"):
+        choose(features, "off", {"shared_weights": True}, context)
+    (choice,) = choose(features, "max", {}, context)
+    assert choice.state == "skipped"
+    assert text in choice.reason
+    (choice,) = choose(features, "max", {}, Context("cpu", "0.19.2", SimpleNamespace(**ARGS)))
+    assert choice.state == "active"
 
 
-def test_an_fp32_optimizer_stays_as_it_is() -> None:
-    with one_rank(fused_adamw=True, shared_weights=True):
+def test_an_fp32_optimizer_stays_as_it_is_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        one_rank(fused_adamw=True, shared_weights=True),
+        caplog.at_level(logging.WARNING, "accel"),
+    ):
         model, optimizer = build()
+        assert "keeps its own masters: parameters are fp32" in caplog.text
         assert not isinstance(optimizer.chained_optimizers[0].optimizer, PrecisionAwareAdam)
         assert one_step(model, optimizer, 0)[0]
