@@ -9,7 +9,6 @@ Limit: a copy of that many bytes within one rank. Not compared: more ranks than 
 cores with the gloo threads of both.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from accel.device.cpu import shared_memory
 from accel.testing import bench
+from accel.testing.bench import OURS, row
 
 NAME = "host_collectives"
 RANKS, CALLS = 2, 20
@@ -48,7 +48,7 @@ def cases(channel: shared_memory.Channel) -> Iterator[tuple[str, Sides, list[tor
             yield (
                 f"reduce-scatter {size}",
                 {
-                    bench.OURS: lambda: channel.reduce_scatter(part, [whole], total, False),
+                    OURS: lambda: channel.reduce_scatter(part, [whole], total, False),
                     GLOO: lambda: dist.reduce_scatter_tensor(part, whole),
                 },
                 [part],
@@ -56,7 +56,7 @@ def cases(channel: shared_memory.Channel) -> Iterator[tuple[str, Sides, list[tor
             yield (
                 f"all-gather {size}",
                 {
-                    bench.OURS: lambda: channel.all_gather([gathered], shard, False),
+                    OURS: lambda: channel.all_gather([gathered], shard, False),
                     GLOO: lambda: dist.all_gather_into_tensor(gathered, shard),
                 },
                 [gathered],
@@ -64,7 +64,7 @@ def cases(channel: shared_memory.Channel) -> Iterator[tuple[str, Sides, list[tor
             yield (
                 f"all-reduce {size}",
                 {
-                    bench.OURS: lambda: channel.all_reduce(reduced.copy_(whole), total, False),
+                    OURS: lambda: channel.all_reduce(reduced.copy_(whole), total, False),
                     GLOO: lambda: dist.all_reduce(reduced.copy_(whole)),
                 },
                 [reduced],
@@ -72,7 +72,7 @@ def cases(channel: shared_memory.Channel) -> Iterator[tuple[str, Sides, list[tor
     nothing: list[torch.Tensor] = []
     yield (
         "barrier",
-        {bench.OURS: lambda: channel.barrier(False), GLOO: dist.barrier},
+        {OURS: lambda: channel.barrier(False), GLOO: dist.barrier},
         nothing,
     )
 
@@ -105,54 +105,44 @@ def rank_main(quick: bool) -> None:
     channel = shared_memory.channel()
     assert channel is not None, "no shared memory: the log says why"
     num_rounds, rows = 3 if quick else 15, []
+    method = (
+        f"median of {num_rounds} interleaved rounds of {CALLS} calls, {RANKS} ranks "
+        "of one thread; limit: a copy of the result's bytes"
+    )
     for name, sides, written in cases(channel):
         check(name, sides, written)
         if written:
             source = torch.empty(max(t.nbytes for t in written), dtype=torch.uint8)
             target = torch.empty_like(source)
             sides = {**sides, COPY: lambda: target.copy_(source)}
-        seconds = seconds_per_call(sides, num_rounds)
-        rows.append(
-            {
-                "case": name,
-                "metric": "time",
-                "unit": "ms",
-                "better": "lower",
-                "ours": 1e3 * seconds[bench.OURS],
-                "peers": {GLOO: 1e3 * seconds[GLOO]},
-                "limit": 1e3 * seconds[COPY] if written else None,
-                "target": None,
-                "method": f"median of {num_rounds} interleaved rounds of {CALLS} calls, {RANKS} ranks "
-                "of one thread; limit: a copy of the result's bytes",
-            }
-        )
+        times = {side: 1e3 * value for side, value in seconds_per_call(sides, num_rounds).items()}
+        limit = times.pop(COPY, None)
+        rows.append(row(name, "time", "ms", times, method, limit=limit))
     if dist.get_rank() == 0:
         print(json.dumps(rows))
     dist.destroy_process_group()
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=f"python -m accel bench {NAME}")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="few rounds, to try it")
-    args = parser.parse_args(argv)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        rank_main(args.quick)
-        return 0
+def rows(quick: bool) -> list[dict]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(RANKS), "-m", f"benchmarks.{NAME}"]
     done = subprocess.run(
-        command + ["--quick"] * args.quick,
+        command + ["--quick"] * quick,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=bench.CHECKOUT,
         stdout=subprocess.PIPE,
         text=True,
-        check=False,
+        check=True,
     )
-    if done.returncode == 0:
-        rows = json.loads(done.stdout.splitlines()[-1])
-        bench.print_report(NAME, rows, as_json=args.json)
-    return done.returncode
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = bench.parser(NAME).parse_args(argv)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        rank_main(args.quick)
+        return 0
+    return bench.run_rows(NAME, rows, args)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import json
 import logging
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,11 +29,12 @@ from torch import Tensor
 
 import accel
 from accel.testing import bench
+from accel.testing.bench import OURS, row
 
 sys.path.insert(0, str(bench.CHECKOUT / "examples" / "demo"))
 from training import REPOSITORY, launch
 
-OURS, WHOLE, STOCK = "accel", "accel, whole masters", "stock"
+WHOLE, STOCK = "accel, whole masters", "stock"
 FEATURES = {OURS: ("fused_adamw", "shared_weights"), WHOLE: ("fused_adamw",), STOCK: ()}
 SWITCHES = {OURS: "--accel-shared-weights", STOCK: "--no-accel-shared-weights"}
 SIZE, LAYERS, ROUNDS = 1024, 24, 12
@@ -177,7 +177,7 @@ def memory_rows(layers: int, folder: Path) -> list[dict]:
     rows = []
     for ranks in (1, 2):
         log = folder / f"memory{ranks}.log"
-        launch(Path(__file__), ["--memory", "--layers", str(layers)], log, ranks=ranks)
+        launch(Path(__file__), ["--memory", str(layers)], log, ranks=ranks)
         printed = re.findall(r"^MEMORY (.*)$", log.read_text(), re.MULTILINE)
         for name, values in json.loads(printed[0]).items():
             method = f"{layers} x {SIZE} x {SIZE} bf16, {ranks} rank(s), after two steps"
@@ -229,38 +229,26 @@ def resume_rows(cases: dict[str, str], folder: Path) -> list[dict]:
     return rows
 
 
-def row(
-    case: str, metric: str, unit: str, values: dict[str, float], method: str, **more: Any
-) -> dict:
-    peers = {side: value for side, value in values.items() if side != OURS}
-    fixed = {"case": case, "metric": metric, "unit": unit, "better": "lower"}
-    rest = {"limit": None, "target": None, "method": method, **more}
-    return {**fixed, "ours": values[OURS], "peers": peers, **rest}
+def rows(quick: bool) -> list[dict]:
+    layers = 2 if quick else LAYERS
+    cases = dict(list(CHECKPOINTS.items())[-1:]) if quick else CHECKPOINTS
+    with tempfile.TemporaryDirectory() as name:
+        return [
+            *step_rows(4 if quick else ROUNDS, layers),
+            *memory_rows(layers, Path(name)),
+            *resume_rows(cases, Path(name)),
+        ]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m accel bench shared_weights")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="a small model, one checkpoint format")
-    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--layers", type=int, default=LAYERS, help=argparse.SUPPRESS)
+    parser = bench.parser("shared_weights")
+    parser.add_argument("--memory", type=int, metavar="LAYERS", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     logging.disable(logging.INFO)  # Megatron turns it on, on standard output
-    layers = 2 if args.quick else args.layers
-    if args.memory:
-        print_memory(layers)
+    if args.memory is not None:
+        print_memory(args.memory)
         return 0
-    cases = dict(list(CHECKPOINTS.items())[-1:]) if args.quick else CHECKPOINTS
-    try:
-        with tempfile.TemporaryDirectory() as name:
-            rows = step_rows(4 if args.quick else ROUNDS, layers)
-            rows += memory_rows(layers, Path(name))
-            rows += resume_rows(cases, Path(name))
-    except (subprocess.SubprocessError, RuntimeError, ValueError) as error:
-        print(f"accel bench shared_weights: {error}", file=sys.stderr)
-        return 1
-    bench.print_report("shared_weights", rows, as_json=args.json)
-    return 0
+    return bench.run_rows("shared_weights", rows, args)
 
 
 if __name__ == "__main__":

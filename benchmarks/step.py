@@ -12,11 +12,9 @@ more turn gives, together with the share of attention and the rest. Not compared
 the same on both sides), other numbers of threads.
 """
 
-import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -25,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from accel.testing import bench
+from accel.testing.bench import OURS, row
 from accel.testing.turns import compare_turns
 
 sys.path.insert(0, str(bench.CHECKOUT / "examples" / "demo"))
 from measure import Run, parse
 from training import REPOSITORY, launch, launch_both, turn_flags
 
-OURS, STOCK = "accel", "stock"
+STOCK = "stock"
 STOCK_FLAGS = (
     *("--accel-preset", "off"),
     *("--transformer-impl", "local", "--no-gradient-accumulation-fusion"),
@@ -194,7 +193,7 @@ def by_kind(profile: Path) -> dict[str, float]:
     return seconds
 
 
-def rows(shape: Shape) -> list[dict]:
+def shape_rows(shape: Shape) -> list[dict]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         runs = train(shape, folder)
@@ -208,52 +207,49 @@ def rows(shape: Shape) -> list[dict]:
         f"{shape.threads} thread(s); median ratio {ratio.median:.3f}, middle half {low:.3f} to {high:.3f}"
     )
 
-    def row(metric: str, unit: str, better: str, values: dict[str, float], **more: Any) -> dict:
-        fixed = {"case": shape.name, "metric": metric, "unit": unit, "better": better}
-        rest = {"limit": None, "target": None, "method": method, **more}
-        return {**fixed, "ours": values[OURS], "peers": {STOCK: values[STOCK]}, **rest}
-
     peak = {side: sum(run.peak_bytes.values()) / 2**20 for side, run in runs.items()}
     pairs = zip(runs[OURS].intervals, runs[STOCK].intervals, strict=True)
     differences = [abs(a.loss - b.loss) for a, b in pairs]
     difference = math.nan if any(map(math.isnan, differences)) else max(differences)
     tokens_per_second = {OURS: shape.tokens / ours, STOCK: shape.tokens / stock}
     target = shape.min_speedup and shape.min_speedup * tokens_per_second[STOCK]
-    goal = {"target": 0.65 * peak[STOCK]}
+    goal = 0.65 * peak[STOCK]
     bound = shape.tokens / kinds[OURS]["matrix products"]
+    make = partial(row, shape.name)
     result = [
-        row("tokens per second", "1/s", "higher", tokens_per_second, limit=bound, target=target),
-        row("peak memory", "MiB", "lower", peak, **goal),
-        row(
+        make(
+            "tokens per second",
+            "1/s",
+            tokens_per_second,
+            method,
+            better="higher",
+            limit=bound,
+            target=target,
+        ),
+        make("peak memory", "MiB", peak, method, target=goal),
+        make(
             "peak memory, preset max",
             "MiB",
-            "lower",
             {OURS: least, STOCK: peak[STOCK]},
-            method="ours: 4 steps by itself; stock: as without the preset",
-            **goal,
+            "ours: 4 steps by itself; stock: as without the preset",
+            target=goal,
         ),
-        row("largest loss difference", "nats", "lower", {OURS: difference, STOCK: 0.0}),
+        make("largest loss difference", "nats", {OURS: difference, STOCK: 0.0}, method),
     ]
     return result + [
-        row(f"time in {kind}", "ms", "lower", {side: 1e3 * kinds[side][kind] for side in kinds})
+        make(f"time in {kind}", "ms", {side: 1e3 * kinds[side][kind] for side in kinds}, method)
         for kind in kinds[OURS]
     ]
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m accel bench step")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="a few steps of the small shape")
-    args = parser.parse_args(argv)
+def rows(quick: bool) -> list[dict]:
     for name in bench.MALLOC_REUSE:  # which `accel bench` sets for all benchmarks
         os.environ.pop(name, None)
-    try:
-        all_rows = [row for shape in ((QUICK,) if args.quick else SHAPES) for row in rows(shape)]
-    except (subprocess.SubprocessError, RuntimeError, ValueError) as error:
-        print(f"accel bench step: {error}", file=sys.stderr)
-        return 1
-    bench.print_report("step", all_rows, as_json=args.json)
-    return 0
+    return [line for shape in ((QUICK,) if quick else SHAPES) for line in shape_rows(shape)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    return bench.run_rows("step", rows, bench.parser("step").parse_args(argv))
 
 
 if __name__ == "__main__":

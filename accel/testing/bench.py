@@ -1,8 +1,9 @@
 """The benchmark runner behind `python -m accel bench NAME [--json] [--quick]`.
 
-A benchmark is a file `benchmarks/NAME.py` of the checkout that yields `Case`s. For each case the
-runner checks every side against the reference, warms all sides up, times them interleaved in one
-process (round after round, one call of each, so that a busy moment hits all), and reports medians.
+A benchmark is a file `benchmarks/NAME.py` of the checkout. What calls an op yields `Case`s (`main`).
+For each case the runner checks every side against the reference, warms all sides up, times them
+interleaved in one process (round after round, one call of each, so that a busy moment hits all), and
+reports medians. What trains or launches ranks measures by itself and makes each `row` (`run_rows`).
 
 A fresh 4 KiB page costs 1.1 us, which at default settings is ten times what a norm costs. So the
 timing runs in a child process in which glibc keeps freed pages (`MALLOC_REUSE`), for all sides
@@ -45,8 +46,10 @@ __all__ = [
     "is_met",
     "machine_name",
     "main",
-    "print_report",
+    "parser",
+    "row",
     "run",
+    "run_rows",
     "verdict",
 ]
 
@@ -138,13 +141,8 @@ def main(name: str, cases: Callable[[bool], Iterable[Case]], argv: list[str] | N
 
     Restarts itself as a child process unless it already runs in one that reuses pages.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m accel bench {name}")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--quick", action="store_true", help="small shapes and few rounds, to try it"
-    )
     argv = sys.argv[1:] if argv is None else argv
-    args = parser.parse_args(argv)
+    args = parser(name).parse_args(argv)
     if any(os.environ.get(key) != value for key, value in MALLOC_REUSE.items()):
         return _run_child(name, argv)
     rows = []
@@ -158,11 +156,69 @@ def main(name: str, cases: Callable[[bool], Iterable[Case]], argv: list[str] | N
             )
             return 1
         rows += _rows(case, _time_sides(case, num_rounds=7 if args.quick else 31))
-    print_report(name, rows, as_json=args.json)
+    _print_report(name, rows, as_json=args.json)
     return 0
 
 
-def print_report(name: str, rows: list[dict], *, as_json: bool) -> None:
+def run_rows(name: str, rows: Callable[[bool], list[dict]], args: argparse.Namespace) -> int:
+    """The `main` of a benchmark that measures by itself: report `rows(quick)`, return the exit code.
+
+    A failed child process, RuntimeError and ValueError become one line on standard error, and 1.
+    """
+    try:
+        made = rows(args.quick)
+    except (subprocess.SubprocessError, RuntimeError, ValueError) as error:
+        print(f"accel bench {name}: {error}", file=sys.stderr)
+        return 1
+    _print_report(name, made, as_json=args.json)
+    return 0
+
+
+def parser(name: str) -> argparse.ArgumentParser:
+    """What every benchmark takes: --json and --quick."""
+    made = argparse.ArgumentParser(prog=f"python -m accel bench {name}")
+    made.add_argument("--json", action="store_true", help="print one JSON object")
+    made.add_argument("--quick", action="store_true", help="small and short, to try it")
+    return made
+
+
+def row(
+    case: str,
+    metric: str,
+    unit: str,
+    sides: Mapping[str, float],
+    method: str,
+    *,
+    better: str = "lower",
+    limit: float | None = None,
+    target: float | None = None,
+) -> dict:
+    """One line of a result.
+
+    Args:
+        case: what was measured, at which sizes.
+        metric: which property of it, say "time".
+        unit: of all the numbers here.
+        sides: `OURS` and its peers, a number for each.
+        method: how the numbers came about.
+        better: "lower" or "higher".
+        limit: what the machine can do at best.
+        target: what we mean to reach.
+    """
+    return {
+        "case": case,
+        "metric": metric,
+        "unit": unit,
+        "better": better,
+        "ours": sides[OURS],
+        "peers": {side: value for side, value in sides.items() if side != OURS},
+        "limit": limit,
+        "target": target,
+        "method": method,
+    }
+
+
+def _print_report(name: str, rows: list[dict], *, as_json: bool) -> None:
     """What a benchmark prints: its rows with the commit and the machine, as JSON or as a table."""
     report = {"name": name, "commit": commit(), "machine": _machine(), "rows": rows}
     print(json.dumps(report, indent=2) if as_json else _table(report))
@@ -261,7 +317,7 @@ def _peak_bytes(call: Callable[[], object]) -> int:
 def _rows(case: Case, seconds: Mapping[str, list[float]]) -> list[dict]:
     """The case as time, as a rate, and as memory where that has a bound."""
     median = {side: statistics.median(values) for side, values in seconds.items()}
-    ours, peers = median[OURS], {s: median[s] for s in case.sides if s != OURS}
+    peers = {side: median[side] for side in case.sides if side != OURS}
     limit_seconds, limit_text = _limit(case, median)
     wanted = [peers[peer] / n for peer, n in case.min_speedups.items() if peer in peers]
     if case.min_over_best is not None and peers:
@@ -280,24 +336,19 @@ def _rows(case: Case, seconds: Mapping[str, list[float]]) -> list[dict]:
         f"20th to 80th percentile: {spread}; limit: {limit_text}"
     )
 
-    def row(metric: str, unit: str, better: str, of: Callable[[float], float]) -> dict:
-        return {
-            "case": case.name,
-            "metric": metric,
-            "unit": unit,
-            "better": better,
-            "ours": of(ours),
-            "peers": {side: of(value) for side, value in peers.items()},
-            "limit": of(limit_seconds),
-            "target": of(min(wanted)) if wanted else None,
-            "method": method,
-        }
+    def in_unit(metric: str, unit: str, better: str, of: Callable[[float], float]) -> dict:
+        sides = {side: of(median[side]) for side in case.sides}
+        target = of(min(wanted)) if wanted else None
+        limit = of(limit_seconds)
+        return row(
+            case.name, metric, unit, sides, method, better=better, limit=limit, target=target
+        )
 
     work = case.num_bytes or case.num_flops
     rate = ("bandwidth", "GB/s") if case.num_bytes else ("rate", "GFLOP/s")
     rows = [
-        row("time", "ms", "lower", lambda s: 1e3 * s),
-        row(*rate, "higher", lambda s: work / s / 1e9),
+        in_unit("time", "ms", "lower", lambda s: 1e3 * s),
+        in_unit(*rate, "higher", lambda s: work / s / 1e9),
     ]
     return rows + _memory_rows(case)
 
@@ -326,20 +377,12 @@ def _memory_rows(case: Case) -> list[dict]:
         return []
     inputs = case.input_sets[0]
     peaks = {s: _peak_bytes(partial(call, *inputs)) / 2**20 for s, call in case.sides.items()}
-    return [
-        {
-            "case": case.name,
-            "metric": "peak memory",
-            "unit": "MiB",
-            "better": "lower",
-            "ours": peaks[OURS],
-            "peers": {side: peak for side, peak in peaks.items() if side != OURS},
-            "limit": None,
-            "target": case.max_extra_bytes / 2**20,
-            "method": "what PyTorch's CPU allocator handed out and had not got back at the peak of "
-            "one call, its result included and its inputs not",
-        }
-    ]
+    method = (
+        "what PyTorch's CPU allocator handed out and had not got back at the peak of "
+        "one call, its result included and its inputs not"
+    )
+    target = case.max_extra_bytes / 2**20
+    return [row(case.name, "peak memory", "MiB", peaks, method, target=target)]
 
 
 def _spread(seconds: Mapping[str, list[float]]) -> dict[str, tuple[float, float]]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 
 import pytest
 import torch
@@ -140,6 +141,55 @@ def test_wrong_side_is_not_timed(reused_pages, capsys):
     case = make_case(check=wrong, sides={bench.OURS: lambda: pytest.fail("timed")})
     assert bench.main("sums", lambda quick: [case], []) == 1
     assert "sum 10: wrong result, not timed: y: error 3" in capsys.readouterr().err
+
+
+def test_a_row_has_every_key_in_order():
+    sides = {bench.OURS: 2.0, "slow": 8.0, "slower": 9.0}
+    row = bench.row("sum 10", "time", "ms", sides, "once")
+    assert row == {
+        "case": "sum 10",
+        "metric": "time",
+        "unit": "ms",
+        "better": "lower",
+        "ours": 2.0,
+        "peers": {"slow": 8.0, "slower": 9.0},
+        "limit": None,
+        "target": None,
+        "method": "once",
+    }
+    other = bench.row("sum 10", "rate", "1/s", sides, "", better="higher", limit=1.0, target=4.0)
+    assert list(other) == list(row)
+    assert (other["better"], other["limit"], other["target"]) == ("higher", 1.0, 4.0)
+
+
+def run_rows(rows, *flags: str) -> int:
+    return bench.run_rows("sums", rows, bench.parser("sums").parse_args(flags))
+
+
+def test_rows_that_a_benchmark_made_are_reported(capsys):
+    def rows(quick: bool) -> list[dict]:
+        return [bench.row("sum", "time", "ms", {bench.OURS: 1.0 + quick}, "by hand", target=1.0)]
+
+    assert run_rows(rows, "--json", "--quick") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["name"] == "sums"
+    assert report["rows"] == rows(True)
+    assert run_rows(rows) == 0
+    assert "sum: by hand" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("no ranks"), ValueError("no loss"), subprocess.CalledProcessError(1, "torchrun")],
+)
+def test_rows_that_could_not_be_made_are_one_line(error, capsys):
+    def rows(quick: bool) -> list[dict]:
+        raise error
+
+    assert run_rows(rows, "--json") == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"accel bench sums: {error}\n"
 
 
 def test_unknown_name_lists_the_known(capsys):
