@@ -1,12 +1,17 @@
-// Counts what PyTorch allocates on the CPU: a pass-through in front of PyTorch's own allocator.
+// Counts and limits what PyTorch allocates on the CPU: a pass-through in front of PyTorch's own
+// allocator.
 //
 // Bytes are what malloc really set aside (malloc_usable_size), asked at both ends, so nothing is
 // kept per block. A block carries a deleter that needs no state of ours, and may outlive
-// uninstall().
+// uninstall(). The deleter also says which kind of block it is: counted, or allocated while its
+// thread was uncounted, which is what the CPU device runtime calls pinned.
 
 #include <malloc.h>
 
 #include <atomic>
+#include <limits>
+#include <utility>
+#include <vector>
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -18,19 +23,29 @@
 namespace accel {
 namespace {
 
+constexpr int64_t NO_LIMIT = std::numeric_limits<int64_t>::max();
+
 struct Counters {
+  std::atomic<int64_t> limit_bytes{NO_LIMIT};
   std::atomic<int64_t> current_bytes{0};
   std::atomic<int64_t> peak_bytes{0};
   std::atomic<int64_t> allocations{0};
   std::atomic<int64_t> frees{0};
+  std::atomic<int64_t> refusals{0};
 
-  void on_allocate(int64_t num_bytes) {
-    allocations.fetch_add(1, std::memory_order_relaxed);
+  // False where the limit has no room for the block, which is then not counted.
+  bool on_allocate(int64_t num_bytes, int64_t limit) {
     const int64_t now = current_bytes.fetch_add(num_bytes, std::memory_order_relaxed) + num_bytes;
+    if (now > limit) {
+      current_bytes.fetch_sub(num_bytes, std::memory_order_relaxed);
+      return false;
+    }
+    allocations.fetch_add(1, std::memory_order_relaxed);
     int64_t peak = peak_bytes.load(std::memory_order_relaxed);
     while (now > peak &&
            !peak_bytes.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
     }
+    return true;
   }
 
   void on_free(int64_t num_bytes) {
@@ -46,21 +61,45 @@ void counting_free(void* data) {
   c10::GetDefaultCPUAllocator()->raw_deleter()(data);
 }
 
+// PyTorch's own deleter under another name, by which is_pinned() knows the block.
+void uncounted_free(void* data) { c10::GetDefaultCPUAllocator()->raw_deleter()(data); }
+
+thread_local bool thread_is_uncounted = false;
+
+[[noreturn]] void refuse(size_t num_bytes, int64_t limit) {
+  counters.refusals.fetch_add(1, std::memory_order_relaxed);
+  ACCEL_CHECK_MEMORY(false, "host memory: no room for ", num_bytes, " bytes: ",
+                     counters.current_bytes.load(), " are in use, and the limit is ", limit);
+}
+
 class CountingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t num_bytes) override {
+    const bool counted = !thread_is_uncounted;
+    const int64_t limit = counted ? counters.limit_bytes.load(std::memory_order_relaxed) : NO_LIMIT;
+    // Asked before malloc too, which may fail where the limit says no in any case.
+    if (limit != NO_LIMIT && num_bytes > 0 && !has_room(num_bytes, limit)) refuse(num_bytes, limit);
     c10::DataPtr block = c10::GetDefaultCPUAllocator()->allocate(num_bytes);
     void* data = block.get();
     if (data == nullptr) return block;  // 0 bytes
-    counters.on_allocate(static_cast<int64_t>(malloc_usable_size(data)));
+    if (counted && !counters.on_allocate(static_cast<int64_t>(malloc_usable_size(data)), limit)) {
+      refuse(num_bytes, limit);
+    }
     block.release_context();
-    return {data, data, &counting_free, block.device()};
+    return {data, data, counted ? &counting_free : &uncounted_free, block.device()};
   }
 
+  // For raw_allocate(), which forgets the block's own deleter: not for a thread that is uncounted.
   c10::DeleterFnPtr raw_deleter() const override { return &counting_free; }
 
   void copy_data(void* dest, const void* src, std::size_t num_bytes) const override {
     default_copy_data(dest, src, num_bytes);
+  }
+
+ private:
+  static bool has_room(size_t num_bytes, int64_t limit) {
+    const int64_t room = limit - counters.current_bytes.load(std::memory_order_relaxed);
+    return room > 0 && num_bytes <= static_cast<size_t>(room);
   }
 };
 
@@ -82,14 +121,40 @@ void install() {
   swap_allocator(c10::GetDefaultCPUAllocator(), &counting_allocator);
 }
 
+// The limit goes with the allocator: the next install() starts without one. Counters stay, since
+// blocks do.
 void uninstall() {
   swap_allocator(&counting_allocator, c10::GetDefaultCPUAllocator());
+  counters.limit_bytes.store(NO_LIMIT);
 }
 
-// Current bytes, peak bytes, allocations, frees.
+bool installed() { return c10::GetCPUAllocator() == &counting_allocator; }
+
+// Current bytes never exceed `num_bytes` by an allocation from now on; 0 = no limit. What is
+// allocated already stays, even where it is more.
+void limit(int64_t num_bytes) {
+  ACCEL_CHECK_VALUE(num_bytes >= 0, "host memory: a limit is 0 (none) or more, got ", num_bytes);
+  ACCEL_CHECK(num_bytes == 0 || installed(),
+              "host memory: a limit needs the counting allocator, which is not installed");
+  counters.limit_bytes.store(num_bytes == 0 ? NO_LIMIT : num_bytes);
+}
+
+// Whether this thread's allocations are passed by, neither counted nor limited; returns what was
+// before. A block stays what it was allocated as, whoever frees it.
+bool uncounted(bool on) { return std::exchange(thread_is_uncounted, on); }
+
+bool is_pinned(const at::Tensor& x) {
+  if (!x.has_storage()) return false;
+  // no_checks: a fake tensor's storage may be asked too.
+  const c10::DataPtr& block = x.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  return block.get_deleter() == &uncounted_free;
+}
+
+// Current bytes, peak bytes, allocations, frees, refusals, and the limit or 0.
 std::vector<int64_t> stats() {
+  const int64_t limit = counters.limit_bytes.load();
   return {counters.current_bytes.load(), counters.peak_bytes.load(), counters.allocations.load(),
-          counters.frees.load()};
+          counters.frees.load(), counters.refusals.load(), limit == NO_LIMIT ? 0 : limit};
 }
 
 void reset_peak() { counters.peak_bytes.store(counters.current_bytes.load()); }
@@ -97,9 +162,16 @@ void reset_peak() { counters.peak_bytes.store(counters.current_bytes.load()); }
 TORCH_LIBRARY_FRAGMENT(accel, m) {
   m.def("_host_memory_install() -> ()", &install);
   m.def("_host_memory_uninstall() -> ()", &uninstall);
+  m.def("_host_memory_installed() -> bool", &installed);
+  m.def("_host_memory_limit(int num_bytes) -> ()", &limit);
+  m.def("_host_memory_uncounted(bool on) -> bool", &uncounted);
+  m.def("_host_memory_is_pinned(Tensor x) -> bool", &is_pinned);
   m.def("_host_memory_stats() -> int[]", &stats);
   m.def("_host_memory_reset_peak() -> ()", &reset_peak);
 }
+
+// vmap's tensors have no storage of their own, and no other way to be asked.
+TORCH_LIBRARY_IMPL(accel, FuncTorchBatched, m) { m.impl("_host_memory_is_pinned", &is_pinned); }
 
 }  // namespace
 }  // namespace accel

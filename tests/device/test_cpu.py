@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel import device
 from accel.device.cpu import memory
@@ -14,6 +15,10 @@ from accel.patching import Applied
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the runtime for machines without CUDA"
+)
+
+needs_allocator = pytest.mark.skipif(
+    memory.source() != "allocator", reason="needs the native library"
 )
 
 
@@ -156,7 +161,7 @@ def test_philox_state_of_a_cuda_run_seeds_this_generator(caplog: pytest.LogCaptu
     assert "CUDA run" in caplog.text
 
 
-@pytest.mark.skipif(memory.source() != "allocator", reason="needs the native library")
+@needs_allocator
 def test_memory_figures_are_the_allocators() -> None:
     num_bytes = 64 * 2**20
     torch.cuda.reset_peak_memory_stats()
@@ -177,6 +182,120 @@ def test_memory_has_figures_without_the_native_library(monkeypatch: pytest.Monke
     assert memory.source() == "resident set"
     assert torch.cuda.max_memory_allocated() >= 10 * 2**20
     assert torch.cuda.memory_allocated() > 10 * 2**20
+
+
+@needs_allocator
+def test_memory_fraction_is_a_limit() -> None:
+    _, total = torch.cuda.mem_get_info()
+    assert torch.cuda.get_per_process_memory_fraction() == 1
+    ooms = torch.cuda.memory_stats()["num_ooms"]
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 2**20) / total)
+    assert 0 < torch.cuda.get_per_process_memory_fraction() < 1
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="no room for 4194304 bytes"):
+        torch.empty(2**20, device="cuda")
+    assert torch.cuda.memory_stats()["num_ooms"] == ooms + 1
+    torch.cuda.set_per_process_memory_fraction(0.5, 0)
+    assert torch.cuda.get_per_process_memory_fraction(0) == pytest.approx(0.5)
+    torch.cuda.set_per_process_memory_fraction(0.0, device="cuda:0")
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.cuda.get_per_process_memory_fraction() == 1
+    torch.empty(2**20)
+
+
+def test_memory_fraction_takes_what_torch_takes() -> None:
+    for fraction in (1, True, "0.5", None):
+        with pytest.raises(TypeError, match="must be `float`"):
+            torch.cuda.set_per_process_memory_fraction(fraction)
+    for fraction in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="Allowed range: 0~1"):
+            torch.cuda.set_per_process_memory_fraction(fraction)
+
+
+def test_a_limit_needs_the_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory._native, "reason", lambda: "not built; build it so")
+    with pytest.raises(RuntimeError, match="cannot be enforced: not built; build it so"):
+        torch.cuda.set_per_process_memory_fraction(0.5)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.cuda.get_per_process_memory_fraction() == 1
+    x = torch.ones(2)
+    assert x.pin_memory() is x
+    assert torch.ones(2, pin_memory=True).sum() == 2
+
+
+@needs_allocator
+def test_limit_in_bytes_for_a_while() -> None:
+    outer = memory.memory_allocated() + 2**30
+    with memory.limit(outer):
+        with pytest.raises(torch.OutOfMemoryError), memory.limit(memory.memory_allocated() + 2**20):
+            torch.empty(2**20)
+        assert memory._limit() == outer
+        with memory.limit(None):
+            assert memory._limit() is None
+        assert memory._limit() == outer
+    assert memory._limit() is None
+    for num_bytes in (0, -1):
+        with pytest.raises(ValueError, match="at least 1 byte, or None"):
+            memory.set_limit(num_bytes)
+
+
+@needs_allocator
+def test_limit_ends_with_the_runtime(runtime: Applied) -> None:
+    memory.set_limit(1)
+    runtime.undo()
+    torch.empty(2**20)
+    assert memory._limit() is None
+
+
+@needs_allocator
+def test_pinned_memory_is_not_the_devices() -> None:
+    x = torch.arange(6.0, requires_grad=True)
+    column = torch.arange(6.0).view(2, 3).t()
+    before = torch.cuda.memory_allocated()
+    pinned = [
+        torch.empty(2**20, pin_memory=True),
+        torch.full((2**20,), 3.0, device="cpu", pin_memory=True),
+        torch.tensor([1.0, 2.0], pin_memory=True),
+        torch.zeros_like(x, pin_memory=True),
+        x.new_ones(2, pin_memory=True),
+        x.pin_memory(),
+        column.pin_memory(),
+    ]
+    assert torch.cuda.memory_allocated() == before
+    assert all(p.pin_memory() is p for p in pinned)
+    with memory.limit(1):
+        torch.empty(2**20, pin_memory=True)
+    assert torch.equal(pinned[-1], column)
+    assert pinned[-1].stride() == column.stride()
+    pinned[-2].sum().backward()
+    assert torch.equal(x.grad, torch.ones(6))
+    torch.empty(2**20, pin_memory=False)  # counted: the peak says so
+    assert torch.cuda.max_memory_allocated() >= before + 4 * 2**20
+
+
+def test_tensors_without_memory_of_their_own_move_too() -> None:
+    x = torch.ones(3, 2)
+    assert torch.func.vmap(lambda t: t.to("cuda") + t.cuda())(x).sum() == 12
+    assert torch.equal(torch.func.grad(lambda t: t.to("cuda").pin_memory().sum())(x), x)
+    assert torch.empty(2, device="meta").pin_memory().device.type == "meta"
+    with FakeTensorMode():
+        assert torch.empty(2, pin_memory=True).cuda().pin_memory().shape == (2,)
+
+
+@needs_allocator
+def test_pinned_memory_is_apart_from_what_it_copies() -> None:
+    x = torch.ones(2**20)
+    before = torch.cuda.memory_allocated()
+    host = x.pin_memory()
+    x.zero_()
+    assert host.sum() == 2**20
+    for move in (lambda t: t.cuda(), lambda t: t.to("cuda"), lambda t: t.to(device=0)):
+        moved = move(host)
+        assert torch.cuda.memory_allocated() >= before + x.nbytes
+        assert moved.data_ptr() != host.data_ptr()
+        del moved
+    assert torch.cuda.memory_allocated() == before
 
 
 def test_surface() -> None:

@@ -8,8 +8,8 @@ as one set. Three ideas carry it:
 * a *question* about cuda (``is_available()``, ``tensor.is_cuda``, ``tensor.type()``) is answered
   yes only to the packages named at :func:`install` (``audience``), so torch's own code never looks
   for a GPU;
-* *state* is real: random streams (``generators``), memory figures (``memory``), event times
-  (``streams``), and collectives that keep NCCL's contract on gloo (``collectives``).
+* *state* is real: random streams (``generators``), memory figures and a limit on them (``memory``),
+  event times (``streams``), and collectives that keep NCCL's contract on gloo (``collectives``).
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ _HOST_GENERATOR = {
 _MEMORY = (
     "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats",
     "reset_peak_memory_stats", "mem_get_info", "memory_snapshot", "memory_summary", "device_memory_used",
+    "set_per_process_memory_fraction", "get_per_process_memory_fraction",
 )  # fmt: skip
 _SURFACE = (
     "get_device_name", "get_device_capability", "get_device_properties", "is_bf16_supported",
@@ -177,7 +178,7 @@ def _cuda_surface() -> Iterable[Patch]:
             "Work on the host is done when the call returns, so streams are always idle.",
         ),
         ("generators", _GENERATORS, "The default CPU generator plays the device's random stream."),
-        ("memory", _MEMORY, "Memory figures are the host allocator's own."),
+        ("memory", _MEMORY, "Memory figures and the limit are the host allocator's own."),
         ("surface", _SURFACE, "Megatron asks what the device can do."),
     )
     for module, names, why in tables:

@@ -5,6 +5,9 @@ Wraps, for ``accel.device.cpu``: torch's factory functions (the table that
 / ``cpu`` / ``type``, ``torch.load``, device contexts and autocast. There is no CUDA device to
 reach, so the mapping holds for every caller; only what a tensor says *of itself* (``is_cuda``,
 ``type()``) depends on who asks.
+
+Pinned memory is memory that does not count as the device's (``memory.uncounted``). It is the one host
+memory that is apart: a move to the device copies it, as programs that use a pinned buffer again expect.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 
 import torch
 
+from accel.device.cpu import memory
 from accel.device.cpu.audience import addressed
 
 __all__ = ["host"]
@@ -36,15 +40,16 @@ _CPU = torch.device("cpu")
 
 
 def factory(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function with ``device=`` and perhaps ``pin_memory=``; host memory needs no pinning
-    here."""
+    """Wrap a function with ``device=`` and perhaps ``pin_memory=``; pinned memory is not counted."""
 
     @functools.wraps(fn)
     def made_on_host(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             if (device := kwargs.get("device")) is not None:
                 kwargs["device"] = host(device)
-            kwargs.pop("pin_memory", None)
+            if kwargs.pop("pin_memory", False):
+                with memory.uncounted():
+                    return fn(*args, **kwargs)
         return fn(*args, **kwargs)
 
     return made_on_host
@@ -63,8 +68,10 @@ def tensor_to(to: Callable[..., Any]) -> Callable[..., Any]:
         out = to(self, *args, **kwargs)
         if _is_cpu(asked):
             return _own_copy(self, out) if addressed() else out
-        on_device = isinstance(asked, (str, int, torch.device))
-        return _unrepeated(out) if on_device and addressed() else out
+        if not isinstance(asked, (str, int, torch.device)):
+            return out
+        out = _unpinned(out)
+        return _unrepeated(out) if addressed() else out
 
     return to_on_host
 
@@ -89,9 +96,14 @@ def tensor_cuda(cuda: Callable[..., Any]) -> Callable[..., Any]:
         non_blocking: bool = False,
         memory_format: torch.memory_format = torch.preserve_format,
     ) -> torch.Tensor:
-        return _unrepeated(self.to(_CPU, memory_format=memory_format))
+        return _unrepeated(_unpinned(self.to(_CPU, memory_format=memory_format)))
 
     return stay_on_host
+
+
+def _unpinned(tensor: torch.Tensor) -> torch.Tensor:
+    """On a device nothing is pinned."""
+    return tensor.clone() if memory.is_pinned(tensor) else tensor
 
 
 def _unrepeated(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,10 +146,14 @@ def record_stream(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def pin_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def already_on_host(self: torch.Tensor, device: Any = None) -> torch.Tensor:
-        return self
+    def copy_uncounted(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+        plain = self.device.type == "cpu" and self.layout == torch.strided
+        if not plain or not memory.pins() or memory.is_pinned(self):
+            return self
+        with memory.uncounted():
+            return self.clone()
 
-    return already_on_host
+    return copy_uncounted
 
 
 def load(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,13 +1,17 @@
-"""Memory figures of the host: bytes that the CPU allocator holds, and their real peak.
+"""Memory of the device that the host plays: bytes that the CPU allocator holds, their real peak, and a limit.
 
 With the native library, an allocator that counts sits on top of PyTorch's
 (``csrc/cpu/host_memory.cpp``). Without it, the figures are the resident set of the process, which
-also holds the interpreter; :func:`source` says which.
+also holds the interpreter; :func:`source` says which. Then there is no limit either.
+
+Pinned memory is the host's and not the device's: it is neither counted nor limited (:func:`uncounted`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import resource
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -15,7 +19,7 @@ import torch
 
 from accel.ops import _native
 
-__all__ = ["install", "source", "uninstall"]
+__all__ = ["install", "is_pinned", "limit", "pins", "set_limit", "source", "uncounted", "uninstall"]
 
 _KIB = 1024  # ru_maxrss is in KiB on Linux
 
@@ -27,7 +31,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give PyTorch its own allocator back; what was allocated meanwhile is still freed correctly."""
+    """Give PyTorch its own allocator back; what was allocated meanwhile is still freed correctly.
+
+    A limit ends here.
+    """
     if _native.reason() is None:
         torch.ops.accel._host_memory_uninstall()
 
@@ -37,13 +44,89 @@ def source() -> str:
     return "allocator" if _native.reason() is None else "resident set"
 
 
-def _figures() -> tuple[int, int, int, int]:
-    """Current bytes, peak bytes, number of allocations, number of frees."""
+def set_limit(num_bytes: int | None) -> None:
+    """Refuse what would make the allocated bytes exceed ``num_bytes``; None lifts the limit.
+
+    A refused allocation raises ``torch.OutOfMemoryError`` and leaves everything as it was. Blocks that
+    are there already stay, even where they are more.
+
+    Raises:
+        ValueError: ``num_bytes`` is less than 1.
+        RuntimeError: nothing counts allocations: no native library, or not installed.
+    """
+    if num_bytes is not None and num_bytes < 1:
+        raise ValueError(
+            f"a memory limit is at least 1 byte, or None for no limit, got {num_bytes}"
+        )
+    if missing := _native.reason():
+        if num_bytes is None:
+            return
+        raise RuntimeError(
+            f"a limit of {num_bytes} bytes of host memory cannot be enforced: {missing}"
+        )
+    torch.ops.accel._host_memory_limit(num_bytes or 0)
+
+
+@contextlib.contextmanager
+def limit(num_bytes: int | None) -> Iterator[None]:
+    """:func:`set_limit` for a while; the limit before is back afterwards, also after an exception."""
+    before = _limit()
+    set_limit(num_bytes)
+    try:
+        yield
+    finally:
+        set_limit(before)
+
+
+def _limit() -> int | None:
+    return torch.ops.accel._host_memory_stats()[5] or None if _native.reason() is None else None
+
+
+def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
+    """The limit as a share of the machine's memory; 1.0 is none. Ranks on one machine have one each."""
+    if not isinstance(fraction, float):
+        raise TypeError("Invalid type for fraction argument, must be `float`")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+    _, total = mem_get_info()
+    set_limit(None if fraction == 1 else max(1, int(fraction * total)))  # a byte holds no tensor
+
+
+def get_per_process_memory_fraction(device: Any = None) -> float:
+    _, total = mem_get_info()
+    return min(1.0, (_limit() or total) / total)
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """What this thread allocates inside is pinned memory: never counted nor limited."""
+    if _native.reason() is not None:
+        yield
+        return
+    before = torch.ops.accel._host_memory_uncounted(True)
+    try:
+        yield
+    finally:
+        torch.ops.accel._host_memory_uncounted(before)
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is in memory that :func:`uncounted` gave, as a view too."""
+    return _native.reason() is None and torch.ops.accel._host_memory_is_pinned(tensor)
+
+
+def pins() -> bool:
+    """Whether pinned memory differs from other memory here: an allocator counts the other."""
+    return _native.reason() is None and torch.ops.accel._host_memory_installed()
+
+
+def _figures() -> tuple[int, int, int, int, int]:
+    """Current bytes, peak bytes, number of allocations, of frees, and of refusals by the limit."""
     if _native.reason() is None:
-        current, peak, allocations, frees = torch.ops.accel._host_memory_stats()
-        return current, peak, allocations, frees
+        current, peak, allocations, frees, refusals, _ = torch.ops.accel._host_memory_stats()
+        return current, peak, allocations, frees, refusals
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
-    return psutil.Process().memory_info().rss, peak, 0, 0
+    return psutil.Process().memory_info().rss, peak, 0, 0, 0
 
 
 def memory_allocated(device: Any = None) -> int:
@@ -69,10 +152,10 @@ def reset_peak_memory_stats(device: Any = None) -> None:
 
 def memory_stats(device: Any = None) -> dict[str, int]:
     """The keys of ``torch.cuda.memory_stats`` that have a meaning on the host."""
-    current, peak, allocations, frees = _figures()
+    current, peak, allocations, frees, refusals = _figures()
     stats = {
         "num_alloc_retries": 0,
-        "num_ooms": 0,
+        "num_ooms": refusals,
         "num_device_alloc": allocations,
         "num_device_free": frees,
     }
@@ -101,7 +184,7 @@ def memory_snapshot(*args: Any, **kwargs: Any) -> list[Any]:
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    current, peak, allocations, frees = _figures()
+    current, peak, allocations, frees, _ = _figures()
     return (
         f"host memory ({source()}): {current / 2**20:.1f} MiB now, {peak / 2**20:.1f} MiB at peak, "
         f"{allocations} allocations, {frees} frees"

@@ -9,3 +9,6 @@
 
 // The same as a ValueError in Python: the caller passed something that we do not take.
 #define ACCEL_CHECK_VALUE(condition, ...) TORCH_CHECK_VALUE(condition, __VA_ARGS__)
+
+// The same as a torch.OutOfMemoryError in Python: there is no room for what was asked.
+#define ACCEL_CHECK_MEMORY(condition, ...) TORCH_CHECK_WITH(OutOfMemoryError, condition, __VA_ARGS__)
