@@ -19,7 +19,7 @@ from packaging.specifiers import SpecifierSet
 
 from accel.patching import Patch
 
-__all__ = ["PRESETS", "Choice", "Context", "Feature", "choose"]
+__all__ = ["PRESETS", "Choice", "Context", "Feature", "Setting", "choose", "read_settings"]
 
 PRESETS = ("off", "exact", "fast", "max")
 """Each preset contains those before it. ``off`` holds only what makes stock Megatron run at all
@@ -46,6 +46,28 @@ def _never(context: Context) -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A value that a feature is given, with its own flag or with one beside it."""
+
+    name: str
+    """Snake case: ``--accel-<feature>-<name>``, ``accel.enable(<feature>_<name>=...)``. Empty: the feature's
+    own flag takes the value."""
+    metavar: str
+    summary: str
+    """One line: the help text of the flag."""
+    parse: Callable[[Any], Any]
+    """From what was typed, a word or a list of words, or what a program passed; a ``ValueError`` says what is
+    allowed."""
+    default: Any = None
+    many: bool = False
+    """Whether any number of words may follow the flag, none too."""
+
+    def key(self, feature: str) -> str:
+        """The option of ``accel.enable()``."""
+        return f"{feature}_{self.name}" if self.name else feature
+
+
+@dataclass(frozen=True, kw_only=True)
 class Feature:
     """One row of the product's table of contents."""
 
@@ -53,8 +75,8 @@ class Feature:
     """Snake case; the switch is ``--accel-<name>`` with dashes and ``--no-accel-<name>``."""
     summary: str
     """One line: the help text of the switch."""
-    preset: Preset
-    """The lowest preset that turns it on."""
+    preset: Preset | None
+    """The lowest preset that turns it on; None: it is asked for by name."""
     numerics: Literal["bit-identical", "tolerance"]
     """Against stock Megatron with the same arguments, where stock can run them at all."""
     megatron: str
@@ -77,9 +99,10 @@ class Feature:
     each that it changed."""
     around_validation: Callable[[Context], AbstractContextManager[None]] | None = None
     """Entered for the length of Megatron's own validation, when no feature is on yet."""
-    switch_on: Callable[[], Callable[[], None]] | None = None
-    """For what is no attribute of a module (a dispatcher kernel, say); returns the function that
-    undoes it."""
+    switch_on: Callable[..., Callable[[], None]] | None = None
+    """For what is no attribute of a module (a dispatcher kernel, say); is given the values of `settings` by
+    name (that of the feature's own flag: ``value``) and returns the function that undoes it."""
+    settings: tuple[Setting, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda", "npu")
     benchmarks: tuple[str, ...] = ()
     """Names in ``benchmarks/`` whose results belong on its page."""
@@ -109,7 +132,7 @@ class Choice:
 def choose(
     features: Sequence[Feature],
     preset: str,
-    explicit: Mapping[str, bool | None],
+    explicit: Mapping[str, Any],
     context: Context,
     *,
     strict: bool = False,
@@ -118,8 +141,8 @@ def choose(
     """Decide for each feature whether it runs.
 
     Args:
-        explicit: feature name -> True (asked for), False (forbidden), None or missing (the preset
-            decides).
+        explicit: feature name -> True or a value (asked for), False (forbidden), None or missing (the
+            preset decides).
         strict: a feature that was asked for, by name or by preset, and cannot run is an error.
         allow_untested: take Megatron versions outside a feature's range.
 
@@ -140,16 +163,43 @@ def choose(
     return choices
 
 
-def _asked(
-    features: Sequence[Feature], preset: str, explicit: Mapping[str, bool | None]
-) -> dict[str, str]:
+def read_settings(choices: Sequence[Choice], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Feature name -> the values of its settings, for the features that run.
+
+    Args:
+        given: as for :func:`choose`, and the values of settings.
+
+    Raises:
+        ValueError: a value that a setting does not take, or one for a feature that nobody asked for.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for choice in choices:
+        feature, values = choice.feature, {}
+        for setting in feature.settings:
+            key = setting.key(feature.name)
+            value = given.get(key)
+            flag = "--accel-" + key.replace("_", "-")
+            if choice.asked == "no" and setting.name and value is not None:
+                raise ValueError(f"{flag} {value} does nothing without {feature.flag}")
+            try:
+                absent = value is None or isinstance(value, bool)
+                parsed = setting.default if absent else setting.parse(value)
+            except ValueError as error:
+                raise ValueError(f"{flag}: {error}") from None
+            values[setting.name or "value"] = parsed
+        if choice.state == "active":
+            found[feature.name] = values
+    return found
+
+
+def _asked(features: Sequence[Feature], preset: str, explicit: Mapping[str, Any]) -> dict[str, str]:
     """Feature name -> how it was asked for; features that nobody wants are missing."""
     asked: dict[str, str] = {}
     for f in features:
         wish = explicit.get(f.name)
-        if wish is True:
+        if wish is not None and wish is not False:
             asked[f.name] = "flag"
-        elif wish is None and PRESETS.index(f.preset) <= PRESETS.index(preset):
+        elif wish is None and f.preset and PRESETS.index(f.preset) <= PRESETS.index(preset):
             asked[f.name] = "preset"
     for f in features:
         for needed in f.requires:

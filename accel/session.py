@@ -15,7 +15,7 @@ from wrapt import register_post_import_hook
 
 from accel import device, patching
 from accel.device import Device
-from accel.feature import Choice, Context, Feature, active, choose
+from accel.feature import Choice, Context, Feature, active, choose, read_settings
 from accel.patches import FEATURES, command_line
 from accel.patching import Applied, PatchError
 from accel.upstream import SUPPORTED_MEGATRON, megatron_version
@@ -57,7 +57,7 @@ class Session:
         self.attach(options.get("device"))
         self.apply(
             preset=options.get("preset", "fast"),
-            explicit={f.name: options.get(f.name) for f in FEATURES},
+            wishes={name: value for name, value in options.items() if name not in _GENERAL},
             strict=bool(options.get("strict", False)),
             allow_untested=bool(options.get("allow_untested_megatron", False)),
         )
@@ -66,12 +66,16 @@ class Session:
         self,
         *,
         preset: str,
-        explicit: Mapping[str, bool | None],
+        wishes: Mapping[str, Any],
         strict: bool = False,
         allow_untested: bool = False,
         args: Any = None,
     ) -> None:
-        """Replace the set of active features. On any error accel leaves the process as it found it."""
+        """Replace the set of active features. On any error accel leaves the process as it found it.
+
+        Args:
+            wishes: feature name -> True, a value, False or None, and the values of settings.
+        """
         try:
             version = megatron_version()
             if version is None:
@@ -84,13 +88,14 @@ class Session:
                 )
             context = Context(self.require_device().name, version, args)
             choices = choose(
-                FEATURES, preset, explicit, context, strict=strict, allow_untested=allow_untested
+                FEATURES, preset, wishes, context, strict=strict, allow_untested=allow_untested
             )
+            settings = read_settings(choices, wishes)
             self._undo_features()
             self._features = _apply_patches(active(choices))
             for f in active(choices):
                 if f.switch_on is not None:
-                    self._switched.append(f.switch_on())
+                    self._switched.append(f.switch_on(**settings[f.name]))
         except BaseException as e:
             try:
                 self.disable()
@@ -151,7 +156,8 @@ class Session:
 
     @staticmethod
     def _check(options: Mapping[str, Any]) -> None:
-        known = (*_GENERAL, *(f.name for f in FEATURES))
+        beside = (s.key(f.name) for f in FEATURES for s in f.settings if s.name)
+        known = (*_GENERAL, *(f.name for f in FEATURES), *beside)
         for name in options:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)

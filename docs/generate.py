@@ -33,7 +33,7 @@ def pages() -> dict[Path, str]:
 
 def overview() -> str:
     rows = [
-        (f"[`{f.name}`]({f.name}.md)", f"`{f.flag}`", f.preset, f.numerics, f.summary)
+        (f"[`{f.name}`]({f.name}.md)", f"`{f.flag}`", f.preset or "by name", f.numerics, f.summary)
         for f in FEATURES
     ]
     head = ("feature", "flag", "preset", "against stock", "what it does")
@@ -44,11 +44,12 @@ def feature_page(feature: Feature) -> str:
     facts = describe(feature)
     rows = [
         ("flag", f"`{feature.flag}`, `--no-{feature.flag[2:]}`"),
-        ("in preset", feature.preset),
+        ("in preset", feature.preset or "by name"),
         ("against stock Megatron", feature.numerics),
         ("megatron-core", feature.megatron),
         ("devices", ", ".join(feature.devices)),
     ]
+    rows += [("value" if i == 0 else "", f"`{s}`") for i, s in enumerate(facts["settings"])]
     rows += [("aliases", ", ".join(f"`{a}`" for a in facts["aliases"]))] if facts["aliases"] else []
     rows += [("needs", ", ".join(f"`{r}`" for r in feature.requires))] if feature.requires else []
     rows += [(f"not with `{other}`", because) for other, because in feature.conflicts.items()]

@@ -8,7 +8,7 @@ from typing import Any
 
 from accel.cli import tables
 from accel.cli.parser import Parser
-from accel.feature import Feature
+from accel.feature import Feature, Setting
 
 __all__ = ["main"]
 
@@ -17,6 +17,7 @@ _COLUMNS = (
     ("preset", "numerics"),
     ("megatron", "devices"),
     ("requires", "conflicts"),
+    ("settings",),
 )
 
 
@@ -41,6 +42,7 @@ def describe(feature: Feature) -> dict[str, Any]:
         "name": feature.name,
         "flag": feature.flag,
         "aliases": [theirs for theirs, ours in ALIASES.items() if ours == feature.flag],
+        "settings": [_setting(feature, s) for s in feature.settings],
         "preset": feature.preset,
         "numerics": feature.numerics,
         "megatron": feature.megatron,
@@ -51,5 +53,17 @@ def describe(feature: Feature) -> dict[str, Any]:
     }
 
 
-def _text(value: str | list[str] | dict[str, str]) -> str:
+def _setting(feature: Feature, setting: Setting) -> str:
+    """As ``--help`` shows it."""
+    if setting.name:
+        return (
+            f"{feature.flag}-{setting.name.replace('_', '-')} {setting.metavar}: {setting.summary}"
+        )
+    value = f"[{setting.metavar} ...]" if setting.many else setting.metavar
+    return f"{feature.flag} {value}: {setting.summary}"
+
+
+def _text(value: str | list[str] | dict[str, str] | None) -> str:
+    if value is None:
+        return "by name"
     return value if isinstance(value, str) else ", ".join(value)

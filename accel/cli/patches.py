@@ -17,7 +17,7 @@ from typing import Any
 from accel import patching
 from accel.cli import facts, tables
 from accel.cli.parser import Parser
-from accel.feature import Context, Feature, choose
+from accel.feature import Context, Feature, choose, read_settings
 from accel.patches import FEATURES
 from accel.patches.command_line import HOOKS, add_options
 from accel.patching import Patch
@@ -58,11 +58,12 @@ def main(argv: Sequence[str]) -> int:
 
 def chosen(args: argparse.Namespace) -> list[Feature]:
     """The features that a launch with these flags asks for, whether or not they can run here."""
-    explicit = {f.name: getattr(args, f"accel_{f.name}") for f in FEATURES}
+    wishes = {name.removeprefix("accel_"): value for name, value in vars(args).items()}
     if not _any_flag(args):
         return list(FEATURES)
     context = Context(device="cpu", megatron=SUPPORTED_MEGATRON[-1])
-    choices = choose(FEATURES, args.accel_preset or "fast", explicit, context)
+    choices = choose(FEATURES, args.accel_preset or "fast", wishes, context)
+    read_settings(choices, wishes)
     return [choice.feature for choice in choices if choice.asked != "no"]
 
 

@@ -27,6 +27,8 @@ MODULE = "megatron.training.arguments"
 ALIASES = {
     "--use-fused-rmsnorm": "--accel-fused-norm",
     "--reuse-fp32-param": "--accel-shared-weights",
+    "--swap-optimizer": "--accel-host-optimizer",
+    "--virtual-optimizer": "--accel-host-optimizer",
 }
 """MindSpeed's spelling -> ours, for every MindSpeed feature that accel has."""
 
@@ -80,8 +82,8 @@ def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
 
         context = Context(SESSION.require_device().name, megatron_version() or "", args)
         wishes = {**_PARSED, **{k: v for k, v in vars(args).items() if k.startswith("accel_")}}
-        explicit = {f.name: wishes.get(f"accel_{f.name}") for f in FEATURES}
-        wanted = [f for f in FEATURES if explicit[f.name] is not False]
+        wishes = {name.removeprefix("accel_"): value for name, value in wishes.items()}
+        wanted = [f for f in FEATURES if wishes.get(f.name) is not False]
         notes = [note for f in wanted if f.prepare is not None for note in f.prepare(context)]
         with contextlib.ExitStack() as stack:
             stack.enter_context(_connections_allowed(context))
@@ -90,10 +92,10 @@ def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
                     stack.enter_context(f.around_validation(context))
             validated = validate_args(args, defaults)
         SESSION.apply(
-            preset=wishes.get("accel_preset", "fast"),
-            explicit=explicit,
-            strict=wishes.get("accel_strict", False),
-            allow_untested=wishes.get("accel_allow_untested_megatron", False),
+            preset=wishes.get("preset", "fast"),
+            wishes=wishes,
+            strict=wishes.get("strict", False),
+            allow_untested=wishes.get("allow_untested_megatron", False),
             args=args,
         )
         if args.rank == 0:
@@ -144,11 +146,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="try Megatron versions outside the tested range; patch contracts are still checked",
     )
-    spellings = {ours: theirs for theirs, ours in ALIASES.items()}
     for f in FEATURES:
-        names = [f.flag] if f.flag not in spellings else [f.flag, spellings[f.flag]]
+        names = [f.flag, *(theirs for theirs, ours in ALIASES.items() if ours == f.flag)]
         dest = f"accel_{f.name}"
-        group.add_argument(*names, dest=dest, action="store_true", default=None, help=f.summary)
+        own = next((s for s in f.settings if not s.name), None)
+        takes: dict[str, Any] = {"action": "store_true", "default": None}
+        if own is not None:
+            takes = {"nargs": "*" if own.many else None, "metavar": own.metavar}
+        group.add_argument(*names, dest=dest, help=f.summary, **takes)
+        for setting in f.settings:
+            if setting.name:
+                flag = f"{f.flag}-{setting.name.replace('_', '-')}"
+                group.add_argument(flag, metavar=setting.metavar, help=setting.summary)
         group.add_argument(
             f.flag.replace("--", "--no-", 1),
             dest=dest,

@@ -17,7 +17,9 @@ def test_features_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["features", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["flag"] for row in rows] == [f.flag for f in FEATURES]
-    keys = ("name flag aliases preset numerics megatron devices requires conflicts summary").split()
+    keys = (
+        "name flag aliases settings preset numerics megatron devices requires conflicts summary"
+    ).split()
     assert all(list(row) == keys for row in rows)
     assert {(alias, row["flag"]) for row in rows for alias in row["aliases"]} == set(
         ALIASES.items()
