@@ -19,7 +19,7 @@ parameter.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,23 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 FP8 = torch.float8_e4m3fn
 LARGEST = {torch.float16: torch.finfo(torch.float16).max / 2, FP8: torch.finfo(FP8).max}
 """Dtype -> what the largest value of a tensor is stored as."""
+
+
+def step_at_once(rows: Sequence[tuple[Tensor, ...]], options: dict[str, Any]) -> None:
+    """`accel.ops.adamw` with moments in fp32.
+
+    Args:
+        rows: weight, gradient, master, both moments and step count of each parameter; weights, gradients and
+            masters of one dtype each. A master is an int16 remainder, in fp32 beside its weight, or the fp32
+            weight itself.
+    """
+    weights, grads, masters, exp_avgs, exp_avg_sqs, steps = zip(*rows, strict=True)
+    beside: dict[str, Any] = {}
+    if masters[0].dtype == torch.int16:
+        masters, beside = weights, {"remainders": masters}
+    elif weights[0].dtype != torch.float32:
+        beside = {"copies": weights}
+    adamw(masters, grads, exp_avgs, exp_avg_sqs, steps, **beside, **options)
 
 
 class PrecisionAwareAdam(torch.optim.Adam):
@@ -110,23 +127,25 @@ class PrecisionAwareAdam(torch.optim.Adam):
         state = self.state[param]
         state["step"] = torch.tensor(0.0)
         for name in MOMENTS:
-            state[name] = torch.zeros_like(param, dtype=self._dtypes[name])
+            state[name] = self._allocate(param, name).zero_()
             if self._dtypes[name] in LARGEST:
                 state[f"{name}_scale"] = 0.0
-        if self._has_remainder(param):
-            state[MASTER] = torch.zeros_like(param, dtype=torch.int16)
-        elif param.dtype == self._dtypes[MASTER] == torch.float32:
+        if self._is_own_master(param):
             state[MASTER] = param.detach()
         else:
-            state[MASTER] = torch.empty_like(param, dtype=self._dtypes[MASTER])
-            self._keep(param, MASTER, param.detach().float())
+            state[MASTER] = self._allocate(param, MASTER)
+            self._reload_master(param)
+
+    def _allocate(self, param: Tensor, name: str) -> Tensor:
+        """Memory for a state of `param`, with anything in it."""
+        return torch.empty_like(param, dtype=self._dtype_of(param, name))
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """A state in fp32, joined or scaled back; the state itself if it is kept so."""
         state = self.state[param]
         kept = state[state_name]
         if kept.dtype == torch.int16:
-            return join_remainder(param, kept)
+            return join_remainder(param.to(kept.device), kept)
         if kept.dtype == torch.float32:
             return kept
         return kept.float().mul_(state.get(f"{state_name}_scale", 1.0))
@@ -148,15 +167,23 @@ class PrecisionAwareAdam(torch.optim.Adam):
     def reload_masters(self) -> None:
         """Make the masters what the parameters are, after these were written by somebody else."""
         for param, state in self.state.items():
-            if not state or state[MASTER].data_ptr() == param.data_ptr():
-                continue  # not started, or an fp32 parameter
-            if self._has_remainder(param):
-                state[MASTER].zero_()
-            else:
-                self._keep(param, MASTER, param.detach().float())
+            if state and not self._is_own_master(param):
+                self._reload_master(param)
+
+    def _reload_master(self, param: Tensor) -> None:
+        kept = self.state[param][MASTER]
+        if kept.dtype == torch.int16:
+            kept.zero_()
+        elif kept.dtype == torch.float32:
+            kept.copy_(param.detach().to(kept.device))
+        else:
+            self._keep(param, MASTER, param.detach().float())
 
     def _has_remainder(self, param: Tensor) -> bool:
         return self.store_param_remainders and param.dtype == torch.bfloat16
+
+    def _is_own_master(self, param: Tensor) -> bool:
+        return param.dtype == self._dtypes[MASTER] == torch.float32
 
     def _keep(self, param: Tensor, name: str, value: Tensor) -> None:
         """Store fp32 `value` in the state's own dtype; a remainder needs its weight beside it."""
@@ -196,33 +223,29 @@ class PrecisionAwareAdam(torch.optim.Adam):
         attribute = "decoupled_grad" if self.use_decoupled_grad else "grad"
         options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
         options["decoupled"] = group["decoupled_weight_decay"]
-        at_once = collections.defaultdict[tuple, list](list)
-        for param in group["params"]:
-            grad = getattr(param, attribute, None)
-            if grad is None:
-                continue
+        rows = [(p, getattr(p, attribute, None)) for p in group["params"]]
+        started = [(p, grad) for p, grad in rows if grad is not None]
+        for param, _ in started:
             if not self.state[param]:
                 self.initialize_state(param)
+            step = self.state[param]["step"]
+            if not isinstance(step, Tensor) or step.device.type != "cpu":
+                self.state[param]["step"] = torch.tensor(float(step))  # somebody put it there
+        self._step_params(started, options)
+
+    def _step_params(self, rows: list[tuple[Tensor, Tensor]], options: dict[str, Any]) -> None:
+        """A step of parameters, each with its gradient."""
+        at_once = collections.defaultdict[tuple, list](list)
+        for param, grad in rows:
             state = self.state[param]
             kinds = [state[name].dtype for name in (*MOMENTS, MASTER)]
             if all(kind in (torch.float32, torch.int16) for kind in kinds):
-                at_once[grad.dtype, kinds[-1], param.dtype].append((param, grad))
+                row = (param.detach(), grad, *(state[n] for n in (MASTER, *MOMENTS, "step")))
+                at_once[grad.dtype, kinds[-1], param.dtype].append(row)
             else:
                 self._step_through_fp32(param, grad, options)
-        for (_, kind, dtype), rows in at_once.items():
-            params, grads = zip(*rows, strict=True)
-            states = [self.state[p] for p in params]
-            kept = [s[MASTER] for s in states]
-            beside: dict[str, Any] = {}
-            if kind == torch.int16:
-                masters, beside = [p.detach() for p in params], {"remainders": kept}
-            else:
-                masters = kept
-                if dtype != torch.float32:
-                    beside = {"copies": [p.detach() for p in params]}
-            exp_avgs, exp_avg_sqs = ([s[name] for s in states] for name in MOMENTS)
-            steps = [s["step"] for s in states]
-            adamw(masters, grads, exp_avgs, exp_avg_sqs, steps, **beside, **options)
+        for same in at_once.values():
+            step_at_once(same, options)
 
     def _step_through_fp32(self, param: Tensor, grad: Tensor, options: dict[str, Any]) -> None:
         values = {name: self.get_unscaled_state(param, name) for name in (*MOMENTS, MASTER)}
@@ -242,10 +265,13 @@ class PrecisionAwareAdam(torch.optim.Adam):
         given = dict(zip(params, map(state_dict["state"].get, numbers), strict=True))
         for number, (param, state) in enumerate(given.items()):
             self._check_state(number, param, state or {})
+        before = self.state
         super().load_state_dict({**state_dict, "state": {}})
         for param, state in given.items():
             if state is not None:
-                self.initialize_state(param)
+                self.state[param] = before.get(param, {})  # `state` may hold its tensors
+                if not self.state[param]:
+                    self.initialize_state(param)
                 self._load(param, state)
 
     def _check_state(self, number: int, param: Tensor, given: dict[str, Any]) -> None:
@@ -271,7 +297,11 @@ class PrecisionAwareAdam(torch.optim.Adam):
     def _load(self, param: Tensor, given: dict[str, Any]) -> None:
         state = self.state[param]
         for name, value in given.items():
-            if not isinstance(value, Tensor):
+            if name == "step":
+                state[name] = torch.tensor(
+                    float(value)
+                )  # others keep an int, or a tensor elsewhere
+            elif not isinstance(value, Tensor):
                 state[name] = value
             elif not self._is_placeholder(param, name, value):
                 kept = state[name]

@@ -16,13 +16,13 @@ def told(
     module, when it says ``from <name> import``.
 
     Wrappers around the function are left out: in ``FEATURES`` a feature that uses this comes before others
-    that wrap the same function.
+    that wrap the same function. One of accel's own that would be left out is an error.
     """
 
     def find(name: str, *rest: Any) -> Any:
         return modules[name] if name in modules else builtins.__import__(name, *rest)
 
-    code = inspect.unwrap(function)
+    code = inspect.unwrap(function, stop=_refuse_ours)
     assert isinstance(code, types.FunctionType)
     found = {**vars(builtins), "__import__": find}
     copy = types.FunctionType(
@@ -34,3 +34,13 @@ def told(
     )
     copy.__kwdefaults__ = code.__kwdefaults__
     return copy
+
+
+def _refuse_ours(function: Any) -> bool:
+    """For ``inspect.unwrap``, which asks at each wrapper whether to stop."""
+    owner = getattr(function, "__globals__", {}).get("__name__", "")
+    if hasattr(function, "__wrapped__") and owner.startswith("accel."):
+        raise RuntimeError(
+            f"the wrapper of {owner} around {function.__qualname__} would be left out: list it later"
+        )
+    return False

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from accel.feature import Context, choose
 from accel.memory.precision_aware_adam import PrecisionAwareAdam
-from accel.ops import join_remainder
 from accel.patches import shared_weights
 from tests.ops.contract import needs_native
 
@@ -35,12 +34,11 @@ def masters(model: Any, inner: Any) -> list[Tensor]:
     """In fp32, of stock's optimizers or ours; in the order of the model's parameters."""
     if not isinstance(inner.optimizer, PrecisionAwareAdam):
         return [p.main_param.detach().view(p.shape).clone() for p in trained(model)]
-    by_address = {p.data_ptr(): (p, s) for p, s in inner.optimizer.state.items()}
-    found = []
-    for p in trained(model):
-        shard, state = by_address[p.data_ptr()]
-        found.append(join_remainder(shard.detach(), state["master_param"]).view(p.shape))
-    return found
+    shards = {p.data_ptr(): p for p in inner.optimizer.state}
+    told = inner.optimizer.get_unscaled_state
+    return [
+        told(shards[p.data_ptr()], "master_param").view(p.shape).clone() for p in trained(model)
+    ]
 
 
 def moments(inner: Any) -> list[Tensor]:
@@ -179,7 +177,7 @@ def test_the_learning_rate_may_come_later(
 
 
 def test_gradients_reduced_in_bf16_are_clipped_in_fp32() -> None:
-    from accel.patches.precision_aware_optimizer import in_the_dtype_of_main_grads
+    from accel.patches._inner_masters import in_the_dtype_of_main_grads
 
     with one_rank(fused_adamw=True, shared_weights=True):
         model, optimizer, inner = built(True)

@@ -1,0 +1,92 @@
+"""Copies and kernels in the order in which a device may run them.
+
+A lane is a queue: what is put in runs one after the other. Across lanes nothing is in order but what a piece
+of work is told to come after. On a GPU a lane is a stream; on the CPU work is done when the call returns.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["COMPUTE", "HostLanes", "Lanes", "StreamLanes", "lanes_of"]
+
+COMPUTE = "compute"
+"""The lane of the kernels: on a GPU the stream that was current when the lanes were opened."""
+
+
+class Lanes(Protocol):
+    """Where a device does its work. `open` comes before the first `run`, `close` after the last."""
+
+    shares_host_memory: bool
+    """Whether the device's memory is the host's, so that the host works on it without a copy."""
+
+    def open(self) -> None:
+        """Everything that the device was told before comes first."""
+
+    def run(self, lane: str, work: Callable[[], None], after: Iterable[Any] = ()) -> Any:
+        """Do `work` in a lane after these events; returns the event of its end."""
+
+    def wait(self, event: Any) -> None:
+        """Stop the host until an event."""
+
+    def close(self) -> None:
+        """Stop the host until all is done."""
+
+
+class HostLanes:
+    """All at once, in the order of the calls."""
+
+    shares_host_memory = True
+
+    def open(self) -> None: ...
+
+    def run(self, lane: str, work: Callable[[], None], after: Iterable[Any] = ()) -> Any:
+        work()
+
+    def wait(self, event: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class StreamLanes:
+    """A stream for each lane, of a CUDA device or an NPU."""
+
+    shares_host_memory = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = torch.get_device_module(device)
+        self._streams: dict[str, Any] = {}
+        self._opened: Any = None
+
+    def open(self) -> None:
+        self._streams[COMPUTE] = self._module.current_stream(self._device)
+        self._opened = self._streams[COMPUTE].record_event()
+
+    def run(self, lane: str, work: Callable[[], None], after: Iterable[Any] = ()) -> Any:
+        if lane not in self._streams:
+            self._streams[lane] = self._module.Stream(self._device)
+        stream = self._streams[lane]
+        with self._module.stream(stream):
+            for event in (self._opened, *after):
+                if event is not None:
+                    stream.wait_event(event)
+            work()
+            return stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        event.synchronize()
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+
+
+@functools.cache
+def lanes_of(device: torch.device) -> Lanes:
+    """The lanes of a device, the same for each call."""
+    return HostLanes() if device.type == "cpu" else StreamLanes(device)

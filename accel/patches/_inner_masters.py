@@ -1,0 +1,235 @@
+"""Megatron's optimizers on master weights that the inner optimizer keeps, for the features that want it so.
+
+Megatron has such a path, the one of ``--use-precision-aware-optimizer``: with the distributed optimizer and
+Transformer Engine's Adam. Here it is taken with an Adam of accel's, and without the distributed optimizer
+too (`SharedWeightsOptimizer`). Three features want it, each for a reason of its own; what they want is in
+``WANTED`` while they are on, and their patches are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accel.memory.host_adam import HostAdam
+from accel.memory.precision_aware_adam import PrecisionAwareAdam
+from accel.patches._told import told
+from accel.patching import Patch
+
+__all__ = ["ELSEWHERE", "INNER_MASTERS", "WANTED", "refused", "want"]
+
+_log = logging.getLogger("accel")
+_HERE = "accel.patches._inner_masters"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+
+WANTED: dict[str, Any] = {}
+"""Name of a feature that is on -> what it was given."""
+
+FLAG, SHARED, HOST = "precision_aware_optimizer", "shared_weights", "host_optimizer"
+
+ELSEWHERE = "it writes or keeps the fp32 masters itself"
+_EXCLUDED = {
+    "optimizer_cpu_offload": ELSEWHERE,
+    "use_layer_wise_distributed_optimizer": ELSEWHERE,
+    "use_megatron_fsdp": ELSEWHERE,
+    "use_torch_fsdp2": ELSEWHERE,
+    "fp8_param_gather": "its weights are fp8",
+    "fp4_param_gather": "its weights are fp4",
+    "optimizer_cuda_graph": "the optimizer cannot be captured",
+    "qk_clip": ELSEWHERE,
+}
+"""Option of Megatron's -> why the inner optimizer cannot keep the masters with it. Not `conflicts` of a
+feature: an optimizer's configuration is asked too, and one of these is the name of a feature that is always
+on."""
+
+
+def want(name: str, given: Any) -> Callable[[], None]:
+    """Returns what takes the wish back."""
+    WANTED[name] = given
+    return lambda: WANTED.pop(name, None) and None
+
+
+def refused(options: Any) -> str | None:
+    """Why the inner optimizer cannot keep the masters under Megatron's arguments, or its
+    ``OptimizerConfig``."""
+    if not options.bf16:
+        dtype = "fp16" if options.fp16 else "fp32"
+        return f"parameters are {dtype}; it serves bf16 parameters (--bf16) and their fp32 masters"
+    if options.optimizer != "adam":
+        return f"--optimizer {options.optimizer} is not served, only adam"
+    for option, why in _EXCLUDED.items():
+        if getattr(options, option, False):
+            return f"--{option.replace('_', '-')}: {why}"
+    return None
+
+
+def configured(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``OptimizerConfig.__post_init__`` that sends Megatron to the inner optimizer for the masters."""
+
+    @functools.wraps(post_init)
+    def __post_init__(self: Any) -> None:
+        wanted = [name for name in (SHARED, HOST) if name in WANTED]
+        by_flag = self.use_precision_aware_optimizer
+        if wanted and (reason := refused(self)):
+            names = " and ".join(wanted)
+            _log.warning("%s: this optimizer keeps its own masters: %s", names, reason)
+            wanted = []
+        if by_flag and (wanted or FLAG in WANTED):
+            _checking(post_init)(self)
+        elif wanted:
+            # without the distributed optimizer upstream refuses the flag, but follows it all the same
+            self.use_precision_aware_optimizer = self.use_distributed_optimizer
+            _checking(post_init)(self)
+            self.use_precision_aware_optimizer = True
+            self.store_param_remainders = SHARED in wanted
+            if not self.use_distributed_optimizer:
+                self.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        else:
+            post_init(self)
+
+    return __post_init__
+
+
+def built(build: Callable[..., Any]) -> Callable[..., Any]:
+    """``_get_megatron_optimizer_based_on_param_groups`` that takes an Adam of ours."""
+
+    @functools.wraps(build)
+    def build_(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        wanted = [name for name in (SHARED, HOST) if name in WANTED and not refused(config)]
+        ours = config.use_precision_aware_optimizer and not config.optimizer_cpu_offload
+        if not ours or not (wanted or FLAG in WANTED):
+            return build(config, model_chunks, *args, **kwargs)
+        if wanted and any(
+            c.ddp_config.use_megatron_fsdp for c in model_chunks if hasattr(c, "ddp_config")
+        ):
+            flag = "--accel-" + wanted[0].replace("_", "-")
+            raise ValueError(f"{flag} and Megatron-FSDP: {ELSEWHERE}")
+        adam = functools.partial(HostAdam, host=WANTED[HOST]()) if HOST in wanted else None
+        return _building(build, adam or PrecisionAwareAdam, plain=bool(wanted))(
+            config, model_chunks, *args, **kwargs
+        )
+
+    return build_
+
+
+def _building(build: Callable[..., Any], adam: Any, *, plain: bool) -> Callable[..., Any]:
+    """Upstream's function, told of our Adam; `plain`: its mixed-precision optimizer knows it too."""
+    names: dict[str, Any] = {}
+    if plain:
+        from accel.patches.shared_weights_optimizer import SharedWeightsOptimizer
+
+        names["Float16OptimizerWithFloat16Params"] = SharedWeightsOptimizer
+    return told(
+        build, _te(adam), USING_PYTORCH_OPTIMIZER=False, Adam=adam, is_te_min_version=_yes, **names
+    )
+
+
+def _checking(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``OptimizerConfig.__post_init__`` that finds an optimizer for the flag."""
+    return told(post_init, _te(PrecisionAwareAdam), is_te_min_version=_yes)
+
+
+def _te(adam: Any) -> dict[str, Any]:
+    """Where Megatron looks for the optimizer."""
+    return {"transformer_engine.pytorch.optimizers": types.SimpleNamespace(FusedAdam=adam)}
+
+
+def _yes(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+def without_main_params(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if isinstance(self.optimizer, PrecisionAwareAdam) and not self.is_stub_optimizer:
+            for param in (p for group in self.model_float16_groups for p in group):
+                if param.main_param is None:  # then upstream takes the weights themselves
+                    del param.main_param
+
+    return __init__
+
+
+def masters_too(copy: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(copy)
+    def copy_(self: Any, *args: Any, **kwargs: Any) -> None:
+        copy(self, *args, **kwargs)
+        if isinstance(self.optimizer, PrecisionAwareAdam):
+            self.optimizer.reload_masters()
+
+    return copy_
+
+
+def in_the_dtype_of_main_grads(copy: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(copy)
+    def copy_(self: Any) -> None:
+        copy(self)
+        wide = (
+            self.config.main_grads_dtype == torch.float32 and not self.ddp_config.use_megatron_fsdp
+        )
+        if wide and isinstance(self.optimizer, PrecisionAwareAdam):
+            for param in (p for group in self.optimizer.param_groups for p in group["params"]):
+                if getattr(param, "decoupled_grad", None) is not None:
+                    param.decoupled_grad = param.decoupled_grad.float()
+
+    return copy_
+
+
+def into_states_that_are_there(load: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    @functools.wraps(load)
+    def load_(self: Any, state_dict: Any) -> None:
+        if isinstance(self.optimizer, HostAdam):
+            self.optimizer.initialize_all_states()
+        load(self, state_dict)
+
+    return load_
+
+
+INNER_MASTERS = (
+    Patch(
+        target="megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
+        replacement=f"{_HERE}:configured",
+        how="wrap",
+        expects=("self",),
+        why="Megatron follows its configuration to an optimizer that keeps masters, which it looks for in "
+        "Transformer Engine.",
+    ),
+    Patch(
+        target="megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
+        replacement=f"{_HERE}:built",
+        how="wrap",
+        why="Upstream would take torch's AdamW, which keeps no masters and knows no dtypes of states.",
+    ),
+    Patch(
+        target=f"{_DISTRIBUTED}.__init__",
+        replacement=f"{_HERE}:without_main_params",
+        how="wrap",
+        why="Upstream leaves a main parameter of None, whose norm --log-params-norm takes for 0.",
+    ),
+    Patch(
+        target=f"{_DISTRIBUTED}._copy_model_params_to_main_params",
+        replacement=f"{_HERE}:masters_too",
+        how="wrap",
+        why="Upstream leaves the masters as they were when other weights are loaded into the model.",
+    ),
+    Patch(
+        target=f"{_DISTRIBUTED}._copy_model_grads_to_main_grads",
+        replacement=f"{_HERE}:in_the_dtype_of_main_grads",
+        how="wrap",
+        expects=("self",),
+        why="Upstream would clip gradients in bf16 where they were reduced in bf16.",
+    ),
+    Patch(
+        target=f"{_DISTRIBUTED}.load_state_dict",
+        replacement=f"{_HERE}:into_states_that_are_there",
+        how="wrap",
+        expects=("self", "state_dict"),
+        why="Upstream makes states for the load on the device, all at once, where there are none yet.",
+    ),
+)
+"""All that the three features change."""

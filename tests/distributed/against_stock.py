@@ -1,0 +1,75 @@
+"""A feature's trainings against stock's, digit for digit, and each going on from the other's checkpoints."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from unittest import mock
+
+from . import training
+from .test_resume import numbers
+from .training import KINDS, train
+
+__all__ = ["FreshStore", "check_checkpoints", "check_training"]
+
+ITERATIONS, SAVED_AT = 4, 2
+UNTIED = "--untie-embeddings-and-output-weights"
+
+FreshStore = Callable[[], None]
+"""The fixture `fresh_store`."""
+
+
+def check_training(
+    kind: str, flags: str, ours: Sequence[str], stock: Sequence[str], fresh_store: FreshStore
+) -> None:
+    """Losses and gradient norms under `ours` are those under `stock`; `kind`: of `KINDS`, or ``tied``."""
+    shown = [f for f in training.MODEL if kind != "tied" or f != UNTIED]
+    with mock.patch.object(training, "MODEL", shown):
+        model = KINDS.get(kind, [])
+        expected = _run(fresh_store, flags, *model, *stock)
+        assert _run(fresh_store, flags, *model, *ours) == expected
+    assert len(expected) == ITERATIONS * _logs()
+
+
+def check_checkpoints(
+    case: str,
+    first: str,
+    then: str,
+    ours: Sequence[str],
+    stock: Sequence[str],
+    fresh_store: FreshStore,
+) -> None:
+    """What one side saved in the layout `first`, both go on from in the layout `then`, as the uninterrupted
+    run does."""
+    root = Path(os.environ.get("ACCEL_TEST_REFERENCE", tempfile.gettempdir()))
+    found = {}
+    sides = {"ours": ours, "stock": stock}
+    for saved_by, flags in sides.items():
+        folder = (
+            root / f"{case}-{ours[0].strip('-')}-{saved_by}-{os.environ['TORCHELASTIC_RUN_ID']}"
+        )
+        save = ["--save", str(folder), "--save-interval", str(SAVED_AT)]
+        found[saved_by, "whole"] = _run(fresh_store, first, *flags, *save)[SAVED_AT:]
+        (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))
+        for loaded_by, these in sides.items():
+            if "ours" in (saved_by, loaded_by) or first != then:
+                load = ["--load", str(folder)]
+                found[saved_by, loaded_by] = _run(fresh_store, then, *these, *load)
+    # Megatron averages the first loss that a process logs into the second
+    resumed = [numbers for (_, loaded_by), numbers in found.items() if loaded_by != "whole"]
+    norms = [[norm for _, norm in numbers] for numbers in found.values()]
+    assert all(numbers == resumed[0] for numbers in resumed)
+    assert len(resumed[0]) == (ITERATIONS - SAVED_AT) * _logs()
+    assert first != then or all(row == norms[0] for row in norms)
+
+
+def _run(fresh_store: FreshStore, flags: str, *more: str) -> list[tuple[str, str]]:
+    """Loss and gradient norm of each iteration, on the rank that logs."""
+    fresh_store()
+    return numbers(train(["--bf16", "--train-iters", str(ITERATIONS), *flags.split(), *more]))
+
+
+def _logs() -> bool:
+    return int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1

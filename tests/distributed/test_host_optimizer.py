@@ -1,0 +1,47 @@
+"""`--accel-host-optimizer` under layouts: the losses and gradient norms of states on the device, digit for
+digit, also across checkpoints that one side writes and the other goes on from in another layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from .against_stock import FreshStore, check_checkpoints, check_training
+from .test_shared_weights import CHECKPOINTS, SHARDED
+
+HALF = ["--accel-host-optimizer", "--accel-host-optimizer-ratio", "0.5"]
+STOCK = ["--no-accel-host-optimizer"]
+SHARED = ["--accel-shared-weights"]
+LAYOUTS = {
+    "dp2_loss_scale": ("dense", "--loss-scale 1024", HALF, STOCK),
+    "dp2_distributed_optimizer_and_shared_weights": (
+        "dense",
+        SHARDED,
+        [*HALF, *SHARED],
+        [*STOCK, *SHARED],
+    ),
+    "pp2_tied_embeddings_and_a_size_for_each_stage": (
+        "tied",
+        f"--pipeline-model-parallel-size 2 {SHARDED}",
+        ["--virtual-optimizer", "0.0005", "all"],
+        STOCK,
+    ),
+    "ep2_precision_aware_optimizer": (
+        "moe",
+        f"--expert-model-parallel-size 2 {SHARDED} --use-precision-aware-optimizer",
+        ["--swap-optimizer"],
+        STOCK,
+    ),
+}
+CASES = ("plain_tp2_to_pp2", "sharded_torch", "sharded_pp2_to_dp2")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.distributed(world_size=2)
+def test_trains_as_with_states_on_the_device(layout: str, fresh_store: FreshStore) -> None:
+    check_training(*LAYOUTS[layout], fresh_store)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.distributed(world_size=2)
+def test_each_goes_on_from_the_others_checkpoint(case: str, fresh_store: FreshStore) -> None:
+    check_checkpoints(case, *CHECKPOINTS[case], HALF, STOCK, fresh_store)
