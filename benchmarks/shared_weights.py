@@ -11,33 +11,30 @@ Stock is preset off: torch's AdamW and fp32 masters. "whole masters" is accel's 
 """
 
 import argparse
-import contextlib
-import json
 import logging
 import re
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-import accel
 from accel.testing import bench
 from accel.testing.bench import OURS, row
-
-sys.path.insert(0, str(bench.CHECKOUT / "examples" / "demo"))
-from training import REPOSITORY, launch
+from benchmarks import _optimizer
+from benchmarks._optimizer import REPOSITORY, SIZE, launch
 
 WHOLE, STOCK = "accel, whole masters", "stock"
-FEATURES = {OURS: ("fused_adamw", "shared_weights"), WHOLE: ("fused_adamw",), STOCK: ()}
+SIDES = {
+    OURS: {"fused_adamw": True, "shared_weights": True},
+    WHOLE: {"fused_adamw": True},
+    STOCK: {},
+}
 SWITCHES = {OURS: "--accel-shared-weights", STOCK: "--no-accel-shared-weights"}
-SIZE, LAYERS, ROUNDS = 1024, 24, 12
+LAYERS, ROUNDS = 24, 12
 
 MODEL = """
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
@@ -53,74 +50,6 @@ CHECKPOINTS = {
 }
 
 
-@contextlib.contextmanager
-def enabled(side: str) -> Iterator[None]:
-    accel.enable(preset="off", **dict.fromkeys(FEATURES[side], True))
-    try:
-        yield
-    finally:
-        accel.disable()
-
-
-def build(layers: int, distributed: bool) -> tuple[Any, Any]:
-    """A list of square layers in Megatron's DDP, and its optimizer."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.transformer import TransformerConfig
-
-    torch.manual_seed(0)
-    linear = [torch.nn.Linear(SIZE, SIZE, bias=False, dtype=torch.bfloat16) for _ in range(layers)]
-    sharded = {"use_distributed_optimizer": distributed}
-    model = DistributedDataParallel(
-        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True),
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, **sharded),
-        torch.nn.Sequential(*linear),
-    )
-    config = OptimizerConfig(
-        optimizer="adam", lr=1e-3, weight_decay=0.1, bf16=True, clip_grad=1.0, **sharded
-    )
-    return model, get_megatron_optimizer(config, [model])
-
-
-def prepare_step(model: Any, optimizer: Any, seed: int) -> None:
-    """Random gradients, the same for each side."""
-    draw = torch.Generator().manual_seed(seed)
-    optimizer.zero_grad()
-    model.zero_grad_buffer()
-    for p in model.parameters():
-        p.main_grad.normal_(generator=draw)
-    model.start_grad_sync()
-    model.finish_grad_sync()
-
-
-def bytes_per_parameter(side: str, distributed: bool, layers: int) -> float:
-    """Of this rank. The process group is there already."""
-    from accel.device.cpu.memory import memory_allocated
-
-    with enabled(side):
-        before = memory_allocated()
-        model, optimizer = build(layers, distributed)
-        for step in range(2):
-            prepare_step(model, optimizer, step)
-            optimizer.step()
-        optimizer.zero_grad()
-        return round((memory_allocated() - before) / (layers * SIZE * SIZE), 3)
-
-
-@contextlib.contextmanager
-def process_group(**options: Any) -> Iterator[None]:
-    accel.enable(preset="off")
-    from megatron.core import parallel_state
-
-    dist.init_process_group("gloo", **options)
-    parallel_state.initialize_model_parallel()
-    accel.disable()
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def masters(side: str, model: Any, optimizer: Any) -> list[Tensor]:
     from accel.ops import join_remainder
 
@@ -132,22 +61,19 @@ def masters(side: str, model: Any, optimizer: Any) -> list[Tensor]:
 
 def step_rows(rounds: int, layers: int) -> list[dict]:
     """Time, ties, and how far the sides are apart, under the plain optimizer."""
-    seconds: dict[str, list[float]] = {side: [] for side in FEATURES}
     ties = 0
-    with process_group(store=dist.HashStore(), rank=0, world_size=1):
+
+    def count() -> None:
+        nonlocal ties
+        for master in masters(STOCK, *built[STOCK]):
+            ties += int(((master.view(torch.int32) & 0x1FFFF) == 0x8000).sum())
+
+    with _optimizer.alone():
         built = {}
-        for side in FEATURES:
-            with enabled(side):
-                built[side] = build(layers, distributed=False)
-        for done in range(rounds):
-            for side, (model, optimizer) in built.items():
-                with enabled(side):
-                    prepare_step(model, optimizer, done)
-                    start = time.perf_counter()
-                    optimizer.step()
-                    seconds[side].append(time.perf_counter() - start)
-            for master in masters(STOCK, *built[STOCK]):
-                ties += int(((master.view(torch.int32) & 0x1FFFF) == 0x8000).sum())
+        for side, options in SIDES.items():
+            with _optimizer.enabled(options):
+                built[side] = _optimizer.build(layers, distributed=False)
+        seconds = _optimizer.take_steps(SIDES, built, rounds, after=count)
         ends = {side: masters(side, *built[side]) for side in (OURS, WHOLE)}
         pairs = list(zip(ends[OURS], ends[WHOLE], strict=True))
         differ = sum(int((a != b).sum()) for a, b in pairs)
@@ -173,31 +99,9 @@ def step_rows(rounds: int, layers: int) -> list[dict]:
     ]
 
 
-def memory_rows(layers: int, folder: Path) -> list[dict]:
-    rows = []
-    for ranks in (1, 2):
-        log = folder / f"memory{ranks}.log"
-        launch(Path(__file__), ["--memory", str(layers)], log, ranks=ranks)
-        printed = re.findall(r"^MEMORY (.*)$", log.read_text(), re.MULTILINE)
-        for name, values in json.loads(printed[0]).items():
-            method = f"{layers} x {SIZE} x {SIZE} bf16, {ranks} rank(s), after two steps"
-            case = f"{name} optimizer, DP {ranks}"
-            target = values[STOCK] - (2 / ranks if name == "distributed" else 2)
-            rows.append(row(case, "memory per parameter", "bytes", values, method, target=target))
-    return rows
-
-
-def print_memory(layers: int) -> None:
-    """On each rank of a launch; rank 0 tells."""
-    with process_group():
-        found = {
-            name: {
-                side: bytes_per_parameter(side, name == "distributed", layers) for side in FEATURES
-            }
-            for name in ("plain", "distributed")
-        }
-        if dist.get_rank() == 0:
-            print(f"MEMORY {json.dumps(found)}", flush=True)
+def memory_target(values: dict[str, float], distributed: bool, ranks: int) -> float:
+    """Without the weights' second copy in fp32 masters."""
+    return values[STOCK] - (2 / ranks if distributed else 2)
 
 
 def resume_rows(cases: dict[str, str], folder: Path) -> list[dict]:
@@ -235,7 +139,7 @@ def rows(quick: bool) -> list[dict]:
     with tempfile.TemporaryDirectory() as name:
         return [
             *step_rows(4 if quick else ROUNDS, layers),
-            *memory_rows(layers, Path(name)),
+            *_optimizer.memory_rows(Path(__file__), layers, Path(name), memory_target),
             *resume_rows(cases, Path(name)),
         ]
 
@@ -246,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.disable(logging.INFO)  # Megatron turns it on, on standard output
     if args.memory is not None:
-        print_memory(args.memory)
+        _optimizer.print_memory(SIDES, args.memory)
         return 0
     return bench.run_rows("shared_weights", rows, args)
 

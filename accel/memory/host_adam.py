@@ -36,7 +36,7 @@ from torch import Tensor
 
 from accel.memory.host_split import Element, Rates, best_ratio
 from accel.memory.lanes import COMPUTE, Lanes, lanes_of
-from accel.memory.pinned import PinnedMemory, not_on_device
+from accel.memory.pinned import PinnedMemory
 from accel.memory.precision_aware_adam import (
     MASTER,
     MOMENTS,
@@ -284,10 +284,6 @@ class HostAdam(PrecisionAwareAdam):
         if self.is_on_host(param):
             return self._arenas[param].view(param, name)
         return super()._allocate(param, name)
-
-    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        with not_on_device(param.device):
-            return super().get_unscaled_state(param, state_name)
 
     def _take_over(self, param: Tensor) -> None:
         """States that somebody has put in place of ours."""

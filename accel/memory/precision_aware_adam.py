@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.memory.pinned import not_on_device
 from accel.ops import adamw, join_remainder, split_remainder
 
 __all__ = ["PrecisionAwareAdam"]
@@ -141,14 +142,19 @@ class PrecisionAwareAdam(torch.optim.Adam):
         return torch.empty_like(param, dtype=self._dtype_of(param, name))
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """A state in fp32, joined or scaled back; the state itself if it is kept so."""
+        """A state in fp32: itself if it is kept so, else joined or scaled back in host memory, where a
+        checkpoint wants it; the device has no room for all of them."""
         state = self.state[param]
-        kept = state[state_name]
+        if state[state_name].dtype == torch.float32:
+            return state[state_name]
+        with not_on_device(param.device):
+            return self._in_fp32(param, state_name, torch.device("cpu"))
+
+    def _in_fp32(self, param: Tensor, name: str, device: torch.device) -> Tensor:
+        kept = self.state[param][name].to(device)
         if kept.dtype == torch.int16:
-            return join_remainder(param.to(kept.device), kept)
-        if kept.dtype == torch.float32:
-            return kept
-        return kept.float().mul_(state.get(f"{state_name}_scale", 1.0))
+            return join_remainder(param.detach().to(device), kept)
+        return kept.float().mul_(self.state[param].get(f"{name}_scale", 1.0))
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
@@ -160,8 +166,11 @@ class PrecisionAwareAdam(torch.optim.Adam):
             self.state[param][state_name].copy_(unscaled_state)
             return
         self._keep(param, state_name, unscaled_state.detach())
-        if state_name == MASTER:
-            param.copy_(self.get_unscaled_state(param, MASTER))
+        if state_name == MASTER and not self._has_remainder(param):  # which keeps both
+            kept = self.state[param][MASTER]
+            param.copy_(
+                kept if kept.dtype == torch.float32 else self.get_unscaled_state(param, MASTER)
+            )
 
     @torch.no_grad()
     def reload_masters(self) -> None:
@@ -248,7 +257,14 @@ class PrecisionAwareAdam(torch.optim.Adam):
             step_at_once(same, options)
 
     def _step_through_fp32(self, param: Tensor, grad: Tensor, options: dict[str, Any]) -> None:
-        values = {name: self.get_unscaled_state(param, name) for name in (*MOMENTS, MASTER)}
+        names = (*MOMENTS, MASTER)
+        kept = (self.state[param][name] for name in names)
+        values = {
+            name: value
+            if value.dtype == torch.float32
+            else self._in_fp32(param, name, param.device)
+            for name, value in zip(names, kept, strict=True)
+        }
         exp_avg, exp_avg_sq, master = values.values()
         adamw([master], [grad], [exp_avg], [exp_avg_sq], [self.state[param]["step"]], **options)
         for name, value in values.items():

@@ -13,9 +13,9 @@ Megatron's mixed-precision optimizer. Gradients, clipping, loss scales and skipp
 Training is stock's bit for bit but for ties: where a master lies halfway between two bf16 numbers, and the
 lower one is even, it loses one unit in its last place. Of random numbers 1 in 2^17 is such a tie.
 
-Checkpoints are stock's in every format, with the fp32 masters, and load with and without the flag. While one
-is written, the masters that it holds are in memory beside the model. ``--log-params-norm`` is the norm of the
-weights in bf16.
+Checkpoints are stock's in every format, with the fp32 masters, and load with and without the flag. The
+masters that one holds are joined in host memory, one by one; the device has no second copy of them.
+``--log-params-norm`` is the norm of the weights in bf16.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from megatron.core.optimizer.optimizer import (
 )
 from torch import Tensor
 
+from accel.memory.pinned import not_on_device
 from accel.memory.precision_aware_adam import MASTER, PrecisionAwareAdam
 
 __all__ = ["SharedWeightsOptimizer"]
@@ -95,8 +96,10 @@ class SharedWeightsOptimizer(Float16OptimizerWithFloat16Params):
         return found
 
     def _master(self, param: Tensor) -> Tensor:
+        """On the host, where the checkpoint wants it."""
         if not self.optimizer.state.get(param):
-            return param.detach().float()
+            with not_on_device(param.device):
+                return param.detach().to("cpu").float()
         return self.optimizer.get_unscaled_state(param, MASTER)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from accel.device.cpu import memory
 from accel.feature import Context, choose
 from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from accel.patches import shared_weights
@@ -284,6 +285,22 @@ def test_a_weight_and_its_master_take_4_bytes(distributed: bool) -> None:
             p for g in inner.optimizer.param_groups for p in g["params"] if p.element_size() == 4
         ]
         assert not fp32
+
+
+@BOTH
+def test_a_checkpoint_has_its_masters_on_the_host(distributed: bool) -> None:
+    with one_rank(fused_adamw=True, shared_weights=True):
+        model, optimizer, inner = built(distributed)
+        one_step(model, optimizer, 0)
+        numel = sum(p.numel() for p in model.parameters())
+        with memory.limit(memory.memory_allocated() + numel):  # a byte for each would fit
+            if distributed:
+                params = [p for group in inner.model_float16_groups for p in group]
+                told = [inner._get_main_param_and_optimizer_states(p)["param"] for p in params]
+            else:
+                told = [m for g in optimizer.state_dict()["fp32_from_fp16_params"] for m in g]
+        assert sum(m.nbytes for m in told) == 4 * numel
+        assert all(map(memory.is_pinned, told))
 
 
 ARGS = {"bf16": True, "fp16": False, "optimizer": "adam", "use_precision_aware_optimizer": False}
