@@ -32,6 +32,15 @@ LAYOUTS = {
         STOCK,
     ),
 }
+EXPERTS = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2"
+    f" --expert-tensor-parallel-size 1 {SHARDED}"
+)
+OF_FOUR = {
+    "dp4": ("dense", SHARDED),
+    "dp2_tp2_ep2": ("moe", EXPERTS),
+    "pp2_tp2_ep2": ("moe", f"--pipeline-model-parallel-size 2 {EXPERTS}"),
+}
 CASES = ("plain_tp2_to_pp2", "sharded_torch", "sharded_pp2_to_dp2")
 
 
@@ -39,6 +48,15 @@ CASES = ("plain_tp2_to_pp2", "sharded_torch", "sharded_pp2_to_dp2")
 @pytest.mark.distributed(world_size=2)
 def test_trains_as_with_states_on_the_device(layout: str, fresh_store: FreshStore) -> None:
     check_training(*LAYOUTS[layout], fresh_store)
+
+
+@pytest.mark.parametrize("layout", OF_FOUR)
+@pytest.mark.distributed(world_size=4)
+def test_four_ranks_with_shared_weights_train_as_stock(
+    layout: str, fresh_store: FreshStore
+) -> None:
+    stock = [*STOCK, "--no-accel-shared-weights"]
+    check_training(*OF_FOUR[layout], [*HALF, *SHARED], stock, fresh_store)
 
 
 @pytest.mark.parametrize("case", CASES)

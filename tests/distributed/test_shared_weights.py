@@ -3,9 +3,17 @@ across checkpoints that one side writes and the other goes on from in another la
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+
+from accel.testing.distributed import launch, under_torchrun
 
 from .against_stock import FreshStore, check_checkpoints, check_training
+from .test_resume import numbers
+from .training import MODEL, SCRIPT
 
 SHARED, STOCK = ["--accel-shared-weights"], ["--no-accel-shared-weights"]
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -45,3 +53,33 @@ def test_trains_as_stock(layout: str, fresh_store: FreshStore) -> None:
 @pytest.mark.distributed(world_size=2)
 def test_each_goes_on_from_the_others_checkpoint(case: str, fresh_store: FreshStore) -> None:
     check_checkpoints(case, *CHECKPOINTS[case], SHARED, STOCK, fresh_store)
+
+
+@pytest.mark.skipif(under_torchrun(), reason="launches its own ranks")
+def test_200_iterations_are_those_of_stock(tmp_path: Path) -> None:
+    """All losses and gradient norms, and every weight; the masters but for the ties that were met."""
+    steps, end = 200, {}
+    for name, switch in (("ours", SHARED), ("stock", STOCK)):
+        shape = "--num-layers 1 --global-batch-size 2 --bf16 --ckpt-format torch".split()
+        length = ["--train-iters", str(steps), "--save-interval", str(steps)]
+        save = ["--save", str(tmp_path / name)]
+        log = launch(1, [str(SCRIPT), *MODEL, *shape, *length, *save, *switch])
+        end[name] = (numbers(log), *saved(tmp_path / name))
+    (log, weights, masters), (expected, stock_weights, stock_masters) = end.values()
+    assert log == expected
+    assert len(log) == steps
+    assert all(map(torch.equal, weights, stock_weights))
+    unlike = sum(int((a != b).sum()) for a, b in zip(masters, stock_masters, strict=True))
+    expected_ties = steps * sum(m.numel() for m in masters) / 2**17
+    print(f"{unlike} masters differ; {expected_ties:.0f} ties are to be expected of random ones")
+    assert 0 < unlike < 2 * expected_ties
+    for a, b in zip(masters, stock_masters, strict=True):
+        assert (a - b).abs().max() <= 2**-22 * b.abs().max()  # of few ties, half a unit each
+
+
+def saved(folder: Path) -> tuple[list[Any], list[Any]]:
+    """Weights and masters of a checkpoint."""
+    (path,) = folder.rglob("model_optim_rng.pt")
+    state = torch.load(path, weights_only=False)  # our own: it holds Megatron's arguments
+    weights = [v for v in state["model"].values() if isinstance(v, torch.Tensor)]
+    return weights, [m for group in state["optimizer"]["fp32_from_fp16_params"] for m in group]
