@@ -1,4 +1,5 @@
-"""Megatron's optimizers on a list of large layers: what benchmarks of optimizer features share."""
+"""Megatron's optimizers on a list of large layers: what benchmarks of optimizer features share. They run on
+whatever accel runs on here."""
 
 import contextlib
 import json
@@ -49,7 +50,8 @@ def build(layers: int, distributed: bool) -> tuple[Any, Any]:
     from megatron.core.transformer import TransformerConfig
 
     torch.manual_seed(0)
-    linear = [torch.nn.Linear(SIZE, SIZE, bias=False, dtype=torch.bfloat16) for _ in range(layers)]
+    like = {"bias": False, "dtype": torch.bfloat16, "device": torch.cuda.current_device()}
+    linear = [torch.nn.Linear(SIZE, SIZE, **like) for _ in range(layers)]
     sharded = {"use_distributed_optimizer": distributed}
     model = DistributedDataParallel(
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, bf16=True),
@@ -64,11 +66,11 @@ def build(layers: int, distributed: bool) -> tuple[Any, Any]:
 
 def prepare_step(model: Any, optimizer: Any, seed: int) -> None:
     """Random gradients, the same for each side."""
-    draw = torch.Generator().manual_seed(seed)
     optimizer.zero_grad()
     model.zero_grad_buffer()
+    torch.cuda.manual_seed(seed)
     for p in model.parameters():
-        p.main_grad.normal_(generator=draw)
+        p.main_grad.normal_()
     model.start_grad_sync()
     model.finish_grad_sync()
 
@@ -85,8 +87,10 @@ def take_steps(
         for side, (model, optimizer) in built.items():
             with enabled(sides[side]):
                 prepare_step(model, optimizer, done)
+                torch.cuda.synchronize()
                 start = time.perf_counter()
                 optimizer.step()
+                torch.cuda.synchronize()
                 seconds[side].append(time.perf_counter() - start)
         after()
     return seconds
@@ -97,7 +101,7 @@ def process_group(**options: Any) -> Iterator[None]:
     accel.enable(preset="off")
     from megatron.core import parallel_state
 
-    dist.init_process_group("gloo", **options)
+    dist.init_process_group("nccl", **options)
     parallel_state.initialize_model_parallel()
     accel.disable()
     try:
@@ -113,16 +117,14 @@ def alone() -> contextlib.AbstractContextManager[None]:
 
 def device_bytes(options: Mapping[str, Any], distributed: bool, layers: int) -> float:
     """Of this rank after two steps, per parameter. The process group is there already."""
-    from accel.device.cpu.memory import memory_allocated
-
     with enabled(options):
-        before = memory_allocated()
+        before = torch.cuda.memory_allocated()
         model, optimizer = build(layers, distributed)
         for step in range(2):
             prepare_step(model, optimizer, step)
             optimizer.step()
         optimizer.zero_grad()
-        return round((memory_allocated() - before) / (layers * SIZE * SIZE), 3)
+        return round((torch.cuda.memory_allocated() - before) / (layers * SIZE * SIZE), 3)
 
 
 def print_memory(sides: Sides, layers: int) -> None:

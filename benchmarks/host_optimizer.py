@@ -1,10 +1,10 @@
 """`--accel-host-optimizer` under Megatron's own optimizers: what stays on the device, and a step's time.
 
-Memory   what the CPU device runtime counts as the device's after two steps, per parameter and rank, of a bf16
-         model of large layers: weights, masters, moments, gradient buffer; plain and distributed optimizer.
-Step     `optimizer.step()` with clipping, sides interleaved in one process, on the same random gradients. Host
-         and device are the same cores and the same memory here: "through the device" copies every state twice,
-         which takes the time of the copies and hides none, as the two streams of a GPU would.
+Memory   of the device after two steps, per parameter and rank, of a bf16 model of large layers: weights,
+         masters, moments, gradient buffer; plain and distributed optimizer.
+Step     `optimizer.step()` with clipping, sides interleaved in one process, on the same random gradients. On
+         the CPU runtime host and device are the same cores and memory: "through the device" copies every
+         state twice, which takes its time and hides none, as the streams of a GPU would.
 Bits     weights and moments that differ from those of states on the device, at the end of these steps.
 
 Stock is preset off: torch's AdamW, states on the device. "on the device" is accel's one-pass step there.
@@ -42,7 +42,7 @@ SIDES: dict[str, dict[str, Any]] = {
 }
 LAYERS, ROUNDS = 24, 14
 SLOWER = 1.01
-"""A step may take that much longer than with states on the device: MindSpeed says 1 % of a whole iteration."""
+"""A step may take that much longer than with states on the device; MindSpeed says so of an iteration."""
 
 
 def weights(model: Any) -> list[Tensor]:
@@ -84,7 +84,7 @@ def step_rows(rounds: int, layers: int) -> list[dict]:
     )
     method = (
         f"{len(ratios)} interleaved steps, {torch.get_num_threads()} thread(s); median of pairs "
-        f"{statistics.median(ratios):.3f} of states on the device; the host's share {share:g}, found from {rates}"
+        f"{statistics.median(ratios):.3f} of states on the device; the host's share {share:g}, by {rates}"
     )
     same = f"after {rounds} steps, weights and moments"
     return [
