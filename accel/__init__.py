@@ -20,8 +20,8 @@ def enable(**options: Any) -> dict[str, Any]:
 
     Args:
         **options: ``preset`` (``off|exact|fast|max``, default ``fast``), ``strict``,
-        ``allow_untested_megatron``, ``device`` (``auto|cpu|cuda|npu``), and the name of any feature
-        with ``True`` or ``False`` (``python -m accel features`` lists them).
+        ``allow_untested_megatron``, ``device`` (``auto|cpu|cuda|npu``), the name of any feature with
+        ``True``, ``False`` or its value, and its other settings (``python -m accel features`` lists them).
 
     Returns:
         What :func:`status` returns.

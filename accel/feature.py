@@ -182,7 +182,7 @@ def read_settings(choices: Sequence[Choice], given: Mapping[str, Any]) -> dict[s
             if choice.asked == "no" and setting.name and value is not None:
                 raise ValueError(f"{flag} {value} does nothing without {feature.flag}")
             try:
-                absent = value is None or isinstance(value, bool)
+                absent = value is None or (not setting.name and isinstance(value, bool))
                 parsed = setting.default if absent else setting.parse(value)
             except ValueError as error:
                 raise ValueError(f"{flag}: {error}") from None
@@ -197,6 +197,8 @@ def _asked(features: Sequence[Feature], preset: str, explicit: Mapping[str, Any]
     asked: dict[str, str] = {}
     for f in features:
         wish = explicit.get(f.name)
+        if not (wish is None or isinstance(wish, bool) or any(not s.name for s in f.settings)):
+            raise ValueError(f"{f.flag} takes no value, got {wish!r}: use True, False or None")
         if wish is not None and wish is not False:
             asked[f.name] = "flag"
         elif wish is None and f.preset and PRESETS.index(f.preset) <= PRESETS.index(preset):

@@ -49,6 +49,12 @@ def test_explicit_wish_beats_the_preset_and_brings_what_it_needs() -> None:
     assert states(choose([BASE, FUSED], "fast", {"fused": False}, HERE))["fused"] == "off"
 
 
+@pytest.mark.parametrize("wish", [0, 1, "false", []])
+def test_a_feature_without_a_value_takes_none(wish: Any) -> None:
+    with pytest.raises(ValueError, match=r"--accel-base takes no value, got .*: use True"):
+        choose([BASE], "off", {"base": wish}, HERE)
+
+
 def test_requirement_turned_off_names_both_flags() -> None:
     with pytest.raises(ValueError, match="--accel-fused needs --accel-base, which was turned off"):
         choose([BASE, FUSED], "fast", {"base": False, "fused": True}, HERE)

@@ -97,7 +97,8 @@ def rows(
 
 
 def _any_flag(args: argparse.Namespace) -> bool:
-    wishes = (getattr(args, f"accel_{f.name}") for f in FEATURES)
+    settings = (s.key(f.name) for f in FEATURES for s in f.settings)
+    wishes = (getattr(args, f"accel_{name}") for name in (*(f.name for f in FEATURES), *settings))
     return args.accel_preset is not None or any(wish is not None for wish in wishes)
 
 

@@ -54,12 +54,25 @@ _BUFFERS = 2
 """One is copied into while the other is copied out of: more would wait for the same bus."""
 
 
+@dataclass
+class Budget:
+    """Bytes of host memory, of all the optimizers that are given it."""
+
+    left: int
+
+    def take(self, num_bytes: int) -> bool:
+        """Whether there was as much."""
+        fits = num_bytes <= self.left
+        self.left -= num_bytes * fits
+        return fits
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostOptions:
     """What is kept on the host, and where it is stepped."""
 
-    num_bytes: int | None = None
-    """At most as much of the states is kept on the host, in whole parameters; None: all."""
+    budget: Budget | None = None
+    """What is kept on the host is taken from it, in whole parameters; None: all is."""
     ratio: float | None = None
     """Share of the elements that the host steps; None: the best by `rates`, or 0 without these."""
     rates: Rates | None = None
@@ -225,8 +238,8 @@ class HostAdam(PrecisionAwareAdam):
         self.host = host
         self._arenas: dict[Tensor, _Arena] = {}
         self._planned: set[Tensor] = set()
-        self._passes: dict[torch.device, _Pass] = {}
-        self._updates: dict[Tensor, _Update] = {}
+        self._lanes: dict[torch.device, Lanes] = {}
+        self._host_buffers: dict[torch.device, list[_HostBuffer]] = {}
 
     # Which parameters
 
@@ -234,10 +247,7 @@ class HostAdam(PrecisionAwareAdam):
         """Choose among the parameters that are new, the largest first."""
         params = (p for group in self.param_groups for p in group["params"])
         new = sorted((p for p in params if p not in self._planned), key=Tensor.numel, reverse=True)
-        self._planned.update(new)
-        left = self.host.num_bytes
-        if left is not None:
-            left -= sum(arena.num_bytes() for arena in self._all_arenas())
+        budget = self.host.budget
         chosen = collections.defaultdict[_Kind, list[Tensor]](list)
         for param in new:
             if not param.is_contiguous() or not param.numel():
@@ -248,12 +258,9 @@ class HostAdam(PrecisionAwareAdam):
                 None if self._is_own_master(param) else self._dtype_of(param, MASTER),
                 bool(getattr(param, "shared", False)),
             )
-            if left is not None:
-                numel = _padded(param) + (0 if kind in chosen else _Arena.EXTRA)
-                if numel * kind.num_bytes() > left:
-                    continue
-                left -= numel * kind.num_bytes()
-            chosen[kind].append(param)
+            numel = _padded(param) + (0 if kind in chosen else _Arena.EXTRA)
+            if budget is None or budget.take(numel * kind.num_bytes()):
+                chosen[kind].append(param)
         for kind, of_kind in chosen.items():
             arena = _Arena(kind, of_kind)
             self._arenas.update(dict.fromkeys(of_kind, arena))
@@ -262,6 +269,7 @@ class HostAdam(PrecisionAwareAdam):
                 arena.num_bytes() / 2**30,
                 len(of_kind),
             )
+        self._planned.update(new)
 
     def _all_arenas(self) -> list[_Arena]:
         return list({id(arena): arena for arena in self._arenas.values()}.values())
@@ -295,50 +303,57 @@ class HostAdam(PrecisionAwareAdam):
 
     # A step
 
-    def step(self, closure: Any = None) -> Any:
-        self._updates.clear()
-        try:
-            loss = super().step(closure)
-            with torch.no_grad():
-                self._step_on_host()
-            return loss
-        finally:
-            self._updates.clear()
+    def _ready_state(self, param: Tensor) -> None:
+        super()._ready_state(param)
+        if self.is_on_host(param):
+            self._take_over(param)
 
-    def _step_params(self, rows: list[tuple[Tensor, Tensor]], options: dict[str, Any]) -> None:
-        """Those on the host are put off to the end of the step, all groups together."""
-        super()._step_params([row for row in rows if not self.is_on_host(row[0])], options)
-        for param, grad in rows:
-            if self.is_on_host(param):
-                self._take_over(param)
-                step = float(self.state[param]["step"])
-                flat = param.detach().view(-1), grad.reshape(-1)
-                self._updates[param] = _Update(*flat, step, options)
-
-    def _step_on_host(self) -> None:
-        by_device = collections.defaultdict[torch.device, list[_Arena]](list)
-        for arena in self._all_arenas():
-            by_device[arena.kind.device].append(arena)
-        for device, arenas in by_device.items():
-            of_device: list[_Bucket] = []
-            of_host: list[_Bucket] = []
-            for arena in arenas:
-                ours, theirs = self._buckets(arena)
-                of_host += ours
-                of_device += theirs
-            if of_host or of_device:
-                self._passes.setdefault(device, _Pass(self.host.lanes(device), device)).run(
-                    of_device, of_host
-                )
-        for param, update in self._updates.items():
+    def _take_step(self) -> None:
+        on_device, updates = [], {}
+        for rows, options in self._rows_of_groups():
+            on_device.append(([row for row in rows if not self.is_on_host(row[0])], options))
+            for param, grad in rows:
+                if self.is_on_host(param):
+                    step = float(self.state[param]["step"])
+                    flat = param.detach().view(-1), grad.reshape(-1)
+                    updates[param] = _Update(*flat, step, options)
+        # all memory first: what does not fit stops the step before it has begun
+        passes = [self._pass(device, arenas, updates) for device, arenas in self._by_device()]
+        for rows, options in on_device:
+            self._step_params(rows, options)
+        for one in passes:
+            one.run()
+        for param, update in updates.items():
             self.state[param]["step"] = torch.tensor(update.step + 1)
 
-    def _buckets(self, arena: _Arena) -> tuple[list[_Bucket], list[_Bucket]]:
+    def _by_device(self) -> Iterable[tuple[torch.device, list[_Arena]]]:
+        found = collections.defaultdict[torch.device, list[_Arena]](list)
+        for arena in self._all_arenas():
+            found[arena.kind.device].append(arena)
+        return found.items()
+
+    def _pass(
+        self, device: torch.device, arenas: list[_Arena], updates: dict[Tensor, _Update]
+    ) -> _Pass:
+        if device not in self._lanes:
+            self._lanes[device] = self.host.lanes(device)
+            self._host_buffers[device] = []
+        of_host: list[_Bucket] = []
+        of_device: list[_Bucket] = []
+        for arena in arenas:
+            ours, theirs = self._buckets(arena, updates)
+            of_host += ours
+            of_device += theirs
+        return _Pass(self._lanes[device], device, self._host_buffers[device], of_host, of_device)
+
+    def _buckets(
+        self, arena: _Arena, updates: dict[Tensor, _Update]
+    ) -> tuple[list[_Bucket], list[_Bucket]]:
         """Of the host, and of the device."""
-        updates = {p: self._updates[p] for p in arena.starts if p in self._updates}
-        if not updates:
+        first = next((param for param in arena.starts if param in updates), None)
+        if first is None:
             return [], []
-        ratio = self.ratio(arena, next(iter(updates.values())).grad.dtype)
+        ratio = self.ratio(arena, updates[first].grad.dtype)
         cut = round(arena.numel * (1 - ratio) / _ALIGNMENT) * _ALIGNMENT
         numel = self.host.bucket_numel
         return (
@@ -356,29 +371,50 @@ class HostAdam(PrecisionAwareAdam):
 
 
 class _Pass:
-    """The copies and kernels of one step on one device."""
+    """The copies and kernels of one step on one device, and the memory that they need."""
 
-    def __init__(self, lanes: Lanes, device: torch.device) -> None:
+    def __init__(
+        self,
+        lanes: Lanes,
+        device: torch.device,
+        host_buffers: list[_HostBuffer],
+        of_host: Sequence[_Bucket],
+        of_device: Sequence[_Bucket],
+    ) -> None:
         self._lanes = lanes
-        self._device = device
-        self._host_buffers: list[_HostBuffer] = []  # kept: pinning takes longer than a copy
+        self._of_host = of_host
+        self._of_device = of_device
+        self._host_buffers = host_buffers  # of all steps: pinning takes longer than a copy
+        numel = max((bucket.end - bucket.begin for bucket in of_host), default=0)
+        enough = lanes.shares_host_memory or (host_buffers and host_buffers[0].numel >= numel)
+        if numel and not enough:
+            host_buffers[:] = [_HostBuffer(device, numel) for _ in range(_BUFFERS)]
+        sizes: dict[tuple[str, torch.dtype], int] = {}
+        for bucket in of_device:
+            for name, state in bucket.states().items():
+                key = (name, state.dtype)
+                sizes[key] = max(sizes.get(key, 0), state.numel())
+        # kept until the last copy has read them, which is after the end of `_device_share`
+        self._device_buffers = [
+            {key: torch.empty(n, dtype=key[1], device=device) for key, n in sizes.items()}
+            for _ in range(min(_BUFFERS, len(of_device)))
+        ]
 
-    def run(self, of_device: Sequence[_Bucket], of_host: Sequence[_Bucket]) -> None:
+    def run(self) -> None:
         self._lanes.open()
         try:
-            host = self._host_share(of_host)
+            host = self._host_share()
             next(host, None)  # its first gradients are on their way
-            self._device_share(of_device)
+            self._device_share()
             for _ in host:
                 pass
         finally:
             self._lanes.close()
 
-    def _device_share(self, buckets: Sequence[_Bucket]) -> None:
-        run = self._lanes.run
-        buffers = self._device_buffers(buckets)
+    def _device_share(self) -> None:
+        run, buffers = self._lanes.run, self._device_buffers
         free: list[Any] = [None] * _BUFFERS
-        for number, bucket in enumerate(buckets):
+        for number, bucket in enumerate(self._of_device):
             slot = number % _BUFFERS
             here = bucket.states()
             there = {n: buffers[slot][n, s.dtype][: s.numel()] for n, s in here.items()}
@@ -387,31 +423,16 @@ class _Pass:
             stepped = run(COMPUTE, step, [arrived])
             free[slot] = run("states out", functools.partial(_copy, here, there), [stepped])
 
-    def _device_buffers(self, buckets: Sequence[_Bucket]) -> list[dict[Any, Tensor]]:
-        """One for each slot, as large as the largest bucket."""
-        sizes: dict[Any, int] = {}
-        for bucket in buckets:
-            for name, state in bucket.states().items():
-                key = (name, state.dtype)
-                sizes[key] = max(sizes.get(key, 0), state.numel())
-        return [
-            {key: torch.empty(n, dtype=key[1], device=self._device) for key, n in sizes.items()}
-            for _ in range(min(_BUFFERS, len(buckets)))
-        ]
-
-    def _host_share(self, buckets: Sequence[_Bucket]) -> Iterator[None]:
+    def _host_share(self) -> Iterator[None]:
         """Stops once, when the first copies are asked for."""
+        run, buckets, buffers = self._lanes.run, self._of_host, self._host_buffers
         if self._lanes.shares_host_memory:
             yield
             for bucket in buckets:
                 bucket.step(bucket.states(), bucket.weights(), bucket.grads())
             return
-        numel = max((bucket.end - bucket.begin for bucket in buckets), default=0)
-        buffers = self._host_buffers
-        if not buffers or buffers[0].numel < numel:
-            buffers[:] = [_HostBuffer(self._device, numel) for _ in range(_BUFFERS)]
         arrived = [
-            self._lanes.run("gradients out", functools.partial(buffer.fetch, bucket))
+            run("gradients out", functools.partial(buffer.fetch, bucket))
             for buffer, bucket in zip(buffers, buckets, strict=False)
         ]
         yield
@@ -420,10 +441,10 @@ class _Pass:
             buffer = buffers[slot]
             self._lanes.wait(arrived[slot])
             bucket.step(bucket.states(), buffer.weights(bucket), buffer.grads(bucket))
-            written = self._lanes.run("weights in", functools.partial(buffer.write, bucket))
+            written = run("weights in", functools.partial(buffer.write, bucket))
             if number + _BUFFERS < len(buckets):
                 fetch = functools.partial(buffer.fetch, buckets[number + _BUFFERS])
-                arrived[slot] = self._lanes.run("gradients out", fetch, [written])
+                arrived[slot] = run("gradients out", fetch, [written])
 
 
 def _copy(to: dict[str, Tensor], from_: dict[str, Tensor]) -> None:

@@ -6,7 +6,6 @@ of work is told to come after. On a GPU a lane is a stream; on the CPU work is d
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -86,7 +85,6 @@ class StreamLanes:
             stream.synchronize()
 
 
-@functools.cache
 def lanes_of(device: torch.device) -> Lanes:
-    """The lanes of a device, the same for each call."""
+    """New lanes of a device; work in others is not waited for."""
     return HostLanes() if device.type == "cpu" else StreamLanes(device)

@@ -19,7 +19,7 @@ parameter.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -125,16 +125,18 @@ class PrecisionAwareAdam(torch.optim.Adam):
 
     def initialize_state(self, param: Tensor) -> None:
         """Moments of 0 and a master that is the parameter."""
+        own = self._is_own_master(param)
+        memory = {n: self._allocate(param, n) for n in (*MOMENTS, *([] if own else [MASTER]))}
         state = self.state[param]
         state["step"] = torch.tensor(0.0)
         for name in MOMENTS:
-            state[name] = self._allocate(param, name).zero_()
+            state[name] = memory[name].zero_()
             if self._dtypes[name] in LARGEST:
                 state[f"{name}_scale"] = 0.0
-        if self._is_own_master(param):
+        if own:
             state[MASTER] = param.detach()
         else:
-            state[MASTER] = self._allocate(param, MASTER)
+            state[MASTER] = memory[MASTER]
             self._reload_master(param)
 
     def _allocate(self, param: Tensor, name: str) -> Tensor:
@@ -144,9 +146,10 @@ class PrecisionAwareAdam(torch.optim.Adam):
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """A state in fp32: itself if it is kept so, else joined or scaled back in host memory, where a
         checkpoint wants it; the device has no room for all of them."""
-        state = self.state[param]
-        if state[state_name].dtype == torch.float32:
-            return state[state_name]
+        if state_name == MASTER and self._is_own_master(param):
+            return param.detach()
+        if self.state[param][state_name].dtype == torch.float32:
+            return self.state[param][state_name]
         with not_on_device(param.device):
             return self._in_fp32(param, state_name, torch.device("cpu"))
 
@@ -224,23 +227,34 @@ class PrecisionAwareAdam(torch.optim.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._step_group(group)
+        self._take_step()
         return loss
 
-    def _step_group(self, group: dict[str, Any]) -> None:
+    def _take_step(self) -> None:
+        for rows, options in self._rows_of_groups():
+            self._step_params(rows, options)
+
+    def _rows_of_groups(self) -> Iterator[tuple[list[tuple[Tensor, Tensor]], dict[str, Any]]]:
+        """Parameters with their gradients, and the options of their group."""
         attribute = "decoupled_grad" if self.use_decoupled_grad else "grad"
-        options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-        options["decoupled"] = group["decoupled_weight_decay"]
-        rows = [(p, getattr(p, attribute, None)) for p in group["params"]]
-        started = [(p, grad) for p, grad in rows if grad is not None]
-        for param, _ in started:
-            if not self.state[param]:
-                self.initialize_state(param)
-            step = self.state[param]["step"]
-            if not isinstance(step, Tensor) or step.device.type != "cpu":
-                self.state[param]["step"] = torch.tensor(float(step))  # somebody put it there
-        self._step_params(started, options)
+        for group in self.param_groups:
+            options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            options["decoupled"] = group["decoupled_weight_decay"]
+            rows = [(p, getattr(p, attribute, None)) for p in group["params"]]
+            started = [(p, grad) for p, grad in rows if grad is not None]
+            for param, _ in started:
+                self._ready_state(param)
+            yield started, options
+
+    def _ready_state(self, param: Tensor) -> None:
+        """Whatever others have put into its state, or done to its data."""
+        if not self.state[param]:
+            self.initialize_state(param)
+        state = self.state[param]
+        if not isinstance(state["step"], Tensor) or state["step"].device.type != "cpu":
+            state["step"] = torch.tensor(float(state["step"]))
+        if self._is_own_master(param):
+            state[MASTER] = param.detach()
 
     def _step_params(self, rows: list[tuple[Tensor, Tensor]], options: dict[str, Any]) -> None:
         """A step of parameters, each with its gradient."""
@@ -320,5 +334,5 @@ class PrecisionAwareAdam(torch.optim.Adam):
             elif not isinstance(value, Tensor):
                 state[name] = value
             elif not self._is_placeholder(param, name, value):
-                kept = state[name]
+                kept = param if name == MASTER and self._is_own_master(param) else state[name]
                 kept.copy_(value.view(kept.dtype) if value.dtype == torch.uint8 else value)

@@ -41,6 +41,7 @@ _EXCLUDED = {
     "fp8_param_gather": "its weights are fp8",
     "fp4_param_gather": "its weights are fp4",
     "optimizer_cuda_graph": "the optimizer cannot be captured",
+    "rl_offload_optimizer_during_inference": "it takes the parameters out of the buffer that is stepped",
     "qk_clip": ELSEWHERE,
 }
 """Option of Megatron's -> why the inner optimizer cannot keep the masters with it. Not `conflicts` of a
@@ -74,21 +75,25 @@ def configured(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(post_init)
     def __post_init__(self: Any) -> None:
         wanted = [name for name in (SHARED, HOST) if name in WANTED]
-        by_flag = self.use_precision_aware_optimizer
+        by_flag = self.use_precision_aware_optimizer and self.use_distributed_optimizer
         if wanted and (reason := refused(self)):
             names = " and ".join(wanted)
             _log.warning("%s: this optimizer keeps its own masters: %s", names, reason)
             wanted = []
-        if by_flag and (wanted or FLAG in WANTED):
-            _checking(post_init)(self)
-        elif wanted:
+            self.use_precision_aware_optimizer = (
+                by_flag  # a copy of a configuration of ours may have it
+            )
+        if wanted:
             # without the distributed optimizer upstream refuses the flag, but follows it all the same
             self.use_precision_aware_optimizer = self.use_distributed_optimizer
             _checking(post_init)(self)
             self.use_precision_aware_optimizer = True
-            self.store_param_remainders = SHARED in wanted
-            if not self.use_distributed_optimizer:
-                self.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+            self.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+            self.store_param_remainders = SHARED in wanted or (
+                by_flag and self.store_param_remainders
+            )
+        elif by_flag and FLAG in WANTED:
+            _checking(post_init)(self)
         else:
             post_init(self)
 
@@ -180,6 +185,20 @@ def in_the_dtype_of_main_grads(copy: Callable[[Any], None]) -> Callable[[Any], N
     return copy_
 
 
+def refused_to_these(offload: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(offload)
+    def offload_to_cpu(self: Any) -> None:
+        if isinstance(getattr(self, "optimizer", None), PrecisionAwareAdam):
+            raise ValueError(
+                "offload_to_cpu(): this optimizer steps on Megatron's parameter buffer, from which upstream "
+                "would take its parameters for good; run without --accel-shared-weights, "
+                "--accel-host-optimizer and --use-precision-aware-optimizer"
+            )
+        offload(self)
+
+    return offload_to_cpu
+
+
 def into_states_that_are_there(load: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     @functools.wraps(load)
     def load_(self: Any, state_dict: Any) -> None:
@@ -230,6 +249,13 @@ INNER_MASTERS = (
         how="wrap",
         expects=("self", "state_dict"),
         why="Upstream makes states for the load on the device, all at once, where there are none yet.",
+    ),
+    Patch(
+        target="megatron.core.optimizer.optimizer:MegatronOptimizer.offload_to_cpu",
+        replacement=f"{_HERE}:refused_to_these",
+        how="wrap",
+        expects=("self",),
+        why="Upstream swaps the data of parameters: steps would go to copies that nobody reads.",
     ),
 )
 """All that the three features change."""

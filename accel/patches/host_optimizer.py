@@ -2,12 +2,14 @@
 
 ``--accel-host-optimizer`` keeps the fp32 masters and both moments, 12 bytes of a parameter (10 with
 ``--accel-shared-weights``), in pinned memory of the host. ``--accel-host-optimizer 8`` keeps at most 8 GiB of
-each rank's there and the rest on the device, in whole parameters; several numbers are those of the pipeline
-stages. A step copies bucket after bucket to the device, steps it there and copies it back, both directions at
-once, in two buffers of 48 MiB. A share of the elements can be stepped by the host instead, with the CPU's
-kernel, so that only gradients and weights are copied: ``--accel-host-optimizer-ratio`` is that share.
-Without it the optimizer measures this machine's copies and kernels when it is built and takes the share with
-which a step is shortest (all ranks the same, by the slowest of them). See ``accel/memory/host_adam.py``.
+each rank's there, experts' included, and the rest on the device, in whole parameters; several numbers are
+those of the pipeline stages.
+
+A step copies bucket after bucket to the device, steps it there and copies it back, both directions at once,
+in two buffers of 48 MiB. A share of the elements can be stepped by the host instead, with the CPU's kernel,
+so that only gradients and weights are copied: ``--accel-host-optimizer-ratio`` is that share. Without it this
+machine's copies and kernels are measured when the optimizer is built, and the share is the one with which a
+step is shortest (on all ranks the same, by the slowest). See ``accel/memory/host_adam.py``.
 
 With the distributed optimizer a rank has its shard of the states on its host. Gradient clipping, loss scales,
 skipped steps, frozen and tied parameters, ``--accel-shared-weights`` and ``--use-precision-aware-optimizer``
@@ -19,21 +21,22 @@ on the CPU. On a GPU the two may differ in the last place of fp32; a weight that
 stepped in the same place on all of them.
 
 On the CPU device runtime the host is the device: the memory of the states does not count as the device's
-(``torch.cuda.memory_allocated``, and the limit of ``torch.cuda.set_per_process_memory_fraction``), and all is
-stepped where it is. Not run on a GPU yet.
+(``torch.cuda.memory_allocated``, and the limit of ``torch.cuda.set_per_process_memory_fraction``), and the
+host's share, which is all if it is measured, is stepped where it is; the rest is copied as anywhere else.
+Not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import torch
 
 from accel.feature import Context, Feature, Setting
-from accel.memory.host_adam import HostOptions
+from accel.memory.host_adam import Budget, HostOptions
 from accel.memory.host_split import Rates, measure_rates
 from accel.patches._inner_masters import HOST, INNER_MASTERS, WANTED, refused, want
 from accel.patching import Patch
@@ -44,25 +47,40 @@ _GIB = 1 << 30
 
 @dataclass
 class Wish:
-    """What was asked for, and what was measured."""
+    """What was asked for, and what was found on the way."""
 
     num_bytes: Sequence[int | None]
     """Of one rank, for each pipeline stage or for all; None: everything."""
     ratio: float | None
-    rates: list[Rates] = field(default_factory=list)
+    rates: Rates | None = None
+    budget: Budget | None = None
+    """Of the model whose optimizers are being built."""
 
     def __call__(self) -> HostOptions:
-        """For the optimizers of this rank."""
+        """For an optimizer of this rank; dense parameters and experts have one each."""
+        return HostOptions(budget=self.budget, ratio=self.ratio, rates=self.rates)
+
+    def begin(self) -> None:
+        """Before the optimizers of a model are built: on every rank, for all of them take part."""
+        if self.ratio is None and self.rates is None:
+            self.rates = slowest(measure_rates(_device()))
+        num_bytes = self.num_bytes[self._stage()]
+        self.budget = None if num_bytes is None else Budget(num_bytes)
+
+    def _stage(self) -> int:
         from megatron.core import parallel_state
 
-        stage = 0
-        if len(self.num_bytes) > 1:
-            stage = parallel_state.get_pipeline_model_parallel_rank()
-            stages = parallel_state.get_pipeline_model_parallel_world_size()
-            if stages != len(self.num_bytes):
-                raise ValueError(_wrong_number(len(self.num_bytes), stages))
-        rates = self.rates[0] if self.rates else None
-        return HostOptions(num_bytes=self.num_bytes[stage], ratio=self.ratio, rates=rates)
+        if len(self.num_bytes) == 1:
+            return 0
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        if stages != len(self.num_bytes):
+            raise ValueError(_wrong_number(len(self.num_bytes), stages))
+        return int(parallel_state.get_pipeline_model_parallel_rank())
+
+
+def _device() -> torch.device:
+    """Of this rank, whether or not it has parameters."""
+    return torch.empty(0, device=torch.cuda.current_device()).device
 
 
 def _wrong_number(given: int, stages: int) -> str:
@@ -78,21 +96,23 @@ def parse_sizes(given: Any) -> tuple[int | None, ...]:
 def _size(word: Any) -> int | None:
     if word == "all":
         return None
-    try:
-        gib = float(word)
-    except (TypeError, ValueError):
-        gib = 0.0
-    if not 0 < gib < float("inf"):
+    num_bytes = _number(word) * _GIB
+    if not 1 <= num_bytes < float("inf"):
         raise ValueError(f"{word!r} is no size: give GiB of host memory above 0, or all")
-    return int(gib * _GIB)
+    return int(num_bytes)
+
+
+def _number(given: Any) -> float:
+    """Or one below 0, which nothing takes."""
+    try:
+        return -1.0 if isinstance(given, bool) else float(given)
+    except (TypeError, ValueError, OverflowError):
+        return -1.0
 
 
 def parse_ratio(given: Any) -> float:
     """A share within 0 and 1."""
-    try:
-        ratio = float(given)
-    except (TypeError, ValueError):
-        ratio = -1.0
+    ratio = _number(given)
     if not 0 <= ratio <= 1:
         raise ValueError(f"{given!r} is no share of the elements: give a number from 0 to 1")
     return ratio
@@ -108,7 +128,7 @@ def _refuses(context: Context) -> str | None:
                 return f"--{name.replace('_', '-')} {dtype}: states on the host are fp32"
     sizes = getattr(args, "accel_host_optimizer", None)
     stages = getattr(args, "pipeline_model_parallel_size", 1)
-    if isinstance(sizes, list) and len(sizes) > 1 and len(sizes) != stages:
+    if isinstance(sizes, list | tuple) and len(sizes) > 1 and len(sizes) != stages:
         return _wrong_number(len(sizes), stages)
     return refused(args)
 
@@ -118,24 +138,19 @@ def switch_on(value: Sequence[int | None], ratio: float | None) -> Callable[[], 
 
 
 def measured(get: Callable[..., Any]) -> Callable[..., Any]:
-    """Called on every rank, once; what it builds is different on each."""
-
     @functools.wraps(get)
-    def get_(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
-        wish = WANTED[HOST]
-        params = (p for chunk in model_chunks for p in chunk.parameters())
-        if wish.ratio is None and not wish.rates and (param := next(params, None)) is not None:
-            wish.rates.append(slowest(measure_rates(param.device), param.device))
-        return get(config, model_chunks, *args, **kwargs)
+    def get_(*args: Any, **kwargs: Any) -> Any:
+        WANTED[HOST].begin()
+        return get(*args, **kwargs)
 
     return get_
 
 
-def slowest(rates: Rates, device: torch.device) -> Rates:
+def slowest(rates: Rates) -> Rates:
     """Of all ranks, so that all decide alike."""
     if not torch.distributed.is_initialized():
         return rates
-    everything = torch.tensor(astuple(rates), dtype=torch.float64, device=device)
+    everything = torch.tensor(astuple(rates), dtype=torch.float64, device=_device())
     torch.distributed.all_reduce(everything, torch.distributed.ReduceOp.MIN)
     values = dict(zip((f.name for f in fields(Rates)), everything.tolist(), strict=True))
     return Rates(**{**values, "at_once": bool(values["at_once"])})

@@ -51,8 +51,8 @@ class SharedWeightsOptimizer(Float16OptimizerWithFloat16Params):
         for param in itertools.chain.from_iterable(groups):
             if param.dtype not in (torch.bfloat16, torch.float32):
                 raise ValueError(
-                    f"--accel-shared-weights: a parameter {list(param.shape)} is {param.dtype}; it serves "
-                    "torch.bfloat16, and leaves torch.float32 as it is"
+                    f"a parameter {list(param.shape)} is {param.dtype}: an optimizer that keeps the masters "
+                    "serves torch.bfloat16, and leaves torch.float32 as it is"
                 )
         self.float16_groups = [[p for p in g if p.dtype == torch.bfloat16] for g in groups]
         self.fp32_from_fp32_groups = [[p for p in g if p.dtype == torch.float32] for g in groups]

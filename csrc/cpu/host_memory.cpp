@@ -7,6 +7,7 @@
 // thread was uncounted, which is what the CPU device runtime calls pinned.
 
 #include <malloc.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <limits>
@@ -35,11 +36,11 @@ struct Counters {
 
   // False where the limit has no room for the block, which is then not counted.
   bool on_allocate(int64_t num_bytes, int64_t limit) {
-    const int64_t now = current_bytes.fetch_add(num_bytes, std::memory_order_relaxed) + num_bytes;
-    if (now > limit) {
-      current_bytes.fetch_sub(num_bytes, std::memory_order_relaxed);
-      return false;
-    }
+    int64_t before = current_bytes.load(std::memory_order_relaxed);
+    do {
+      if (before > limit - num_bytes) return false;
+    } while (!current_bytes.compare_exchange_weak(before, before + num_bytes, std::memory_order_relaxed));
+    const int64_t now = before + num_bytes;
     allocations.fetch_add(1, std::memory_order_relaxed);
     int64_t peak = peak_bytes.load(std::memory_order_relaxed);
     while (now > peak &&
@@ -117,7 +118,13 @@ void swap_allocator(c10::Allocator* from, c10::Allocator* to) {
               "host memory: PyTorch's CPU allocator was set with a higher priority");
 }
 
+void lift_limit() { counters.limit_bytes.store(NO_LIMIT); }
+
+// A forked process (a worker of a data loader) begins with the count of its parent, whose device it does
+// not use: without a limit.
 void install() {
+  static const int registered = pthread_atfork(nullptr, nullptr, &lift_limit);
+  ACCEL_CHECK(registered == 0, "host memory: pthread_atfork failed: ", registered);
   swap_allocator(c10::GetDefaultCPUAllocator(), &counting_allocator);
 }
 
@@ -125,7 +132,7 @@ void install() {
 // blocks do.
 void uninstall() {
   swap_allocator(&counting_allocator, c10::GetDefaultCPUAllocator());
-  counters.limit_bytes.store(NO_LIMIT);
+  lift_limit();
 }
 
 bool installed() { return c10::GetCPUAllocator() == &counting_allocator; }

@@ -133,7 +133,13 @@ def test_misspelt_feature_flag(flag: str, near: str, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     "flags",
-    [["--accel-preset", "fsat"], ["--device", "tpu"], ["--accel-fused-norm", "--no-accel-norm"]],
+    [
+        ["--accel-preset", "fsat"],
+        ["--device", "tpu"],
+        ["--accel-fused-norm", "--no-accel-norm"],
+        ["--accel-host-optimizer", "lots"],
+        ["--accel-host-optimizer-ratio", "0.5"],
+    ],
 )
 def test_impossible_choice_is_one_line(
     flags: list[str], capsys: pytest.CaptureFixture[str]

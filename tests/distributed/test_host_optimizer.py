@@ -3,7 +3,11 @@ digit, also across checkpoints that one side writes and the other goes on from i
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+from accel.memory.host_adam import HostAdam
 
 from .against_stock import FreshStore, check_checkpoints, check_training
 from .test_shared_weights import CHECKPOINTS, SHARDED
@@ -44,19 +48,40 @@ OF_FOUR = {
 CASES = ("plain_tp2_to_pp2", "sharded_torch", "sharded_pp2_to_dp2")
 
 
+@pytest.fixture
+def stepped(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes on the host at each step of a `HostAdam`."""
+    found: list[int] = []
+    take_step = HostAdam._take_step
+
+    def recorded(self: HostAdam) -> None:
+        take_step(self)
+        found.append(sum(arena.num_bytes() for arena in self._all_arenas()))
+
+    monkeypatch.setattr(HostAdam, "_take_step", recorded)
+    return found
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.distributed(world_size=2)
-def test_trains_as_with_states_on_the_device(layout: str, fresh_store: FreshStore) -> None:
+def test_trains_as_with_states_on_the_device(
+    layout: str, fresh_store: FreshStore, stepped: list[int]
+) -> None:
     check_training(*LAYOUTS[layout], fresh_store)
+    assert stepped, "states were on the device"
+    assert min(stepped) > 0
+    if layout.startswith("pp2") and os.environ["RANK"] == "0":
+        assert max(stepped) <= 0.0005 * 2**30
 
 
 @pytest.mark.parametrize("layout", OF_FOUR)
 @pytest.mark.distributed(world_size=4)
 def test_four_ranks_with_shared_weights_train_as_stock(
-    layout: str, fresh_store: FreshStore
+    layout: str, fresh_store: FreshStore, stepped: list[int]
 ) -> None:
     stock = [*STOCK, "--no-accel-shared-weights"]
     check_training(*OF_FOUR[layout], [*HALF, *SHARED], stock, fresh_store)
+    assert stepped, "states were on the device"
 
 
 @pytest.mark.parametrize("case", CASES)

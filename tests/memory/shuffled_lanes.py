@@ -17,6 +17,8 @@ class ShuffledLanes:
         self._draw = random.Random(seed)
         self._queues = collections.defaultdict[str, collections.deque](collections.deque)
         self.done: set[int] = set()
+        self.log: list[str] = []
+        """The lanes of what was done, in that order."""
         self.count = 0
 
     def open(self) -> None:
@@ -36,8 +38,10 @@ class ShuffledLanes:
             self._advance()
 
     def _advance(self) -> None:
-        ready = [q for q in self._queues.values() if q and self.done.issuperset(q[0][2])]
+        ready = [n for n, q in self._queues.items() if q and self.done.issuperset(q[0][2])]
         assert ready, "work waits for what nobody does"
-        number, work, _ = self._draw.choice(ready).popleft()
+        lane = self._draw.choice(ready)
+        number, work, _ = self._queues[lane].popleft()
         work()
+        self.log.append(lane)
         self.done.add(number)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from accel.device.cpu import memory
-from accel.memory.host_adam import HostAdam, HostOptions
+from accel.memory.host_adam import Budget, HostAdam, HostOptions
 from accel.memory.lanes import HostLanes
 from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from tests.ops.contract import needs_native
@@ -120,7 +120,7 @@ def test_shared_weights_are_stepped_by_the_device() -> None:
 def test_no_more_than_the_limit_is_on_the_host(limit: int) -> None:
     expected, params = parameters(), parameters()
     params[0].shared = True  # a second kind
-    theirs, ours = on_device(expected), on_host(params, {"num_bytes": limit})
+    theirs, ours = on_device(expected), on_host(params, {"budget": Budget(limit)})
     train(theirs, expected, range(2))
     train(ours, params, range(2))
     assert_same(ours, params, theirs, expected)
@@ -129,6 +129,18 @@ def test_no_more_than_the_limit_is_on_the_host(limit: int) -> None:
     assert (kept > 0) == (limit > 0)
     everything = 12 * sum(p.numel() for p in params)
     assert (len(ours._arenas) == sum(p.numel() > 0 for p in params)) == (limit > 2 * everything)
+
+
+def test_one_budget_is_for_all_optimizers() -> None:
+    """Megatron has one for dense parameters and one for experts."""
+    budget = Budget(20_000)
+    found = []
+    for params in (parameters(), parameters()):
+        found.append(on_host(params, {"budget": budget}))
+        train(found[-1], params, range(1))
+    kept = [sum(arena.num_bytes() for arena in ours._all_arenas()) for ours in found]
+    assert sum(kept) == 20_000 - budget.left <= 20_000
+    assert min(kept) > 0
 
 
 def test_two_optimizers_do_not_know_each_other() -> None:
@@ -162,6 +174,30 @@ def test_states_put_in_place_of_ours_are_taken_over() -> None:
     assert_same(ours, params, theirs, expected)
     p = params[1]
     assert ours.state[p]["exp_avg"].data_ptr() == ours._arenas[p].view(p, "exp_avg").data_ptr()
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_an_fp32_weight_that_gets_other_memory_is_its_master_there(host: bool) -> None:
+    expected, params = parameters(torch.float32), parameters(torch.float32)
+    theirs = on_device(expected)
+    ours = on_host(params, {}) if host else on_device(params)
+    train(theirs, expected, range(1))
+    train(ours, params, range(1))
+    for p in params:
+        p.data = p.data.clone()
+    train(theirs, expected, range(1, 3))
+    train(ours, params, range(1, 3))
+    assert_same(ours, params, theirs, expected)
+
+
+def test_hooks_are_called_once_a_step() -> None:
+    PrecisionAwareAdam(parameters())  # torch wraps the `step` of each class that it meets
+    params = parameters()
+    ours, called = on_host(params, {}), []
+    ours.register_step_pre_hook(lambda *_: called.append("before"))
+    ours.register_step_post_hook(lambda *_: called.append("after"))
+    train(ours, params, range(1))
+    assert called == ["before", "after"]
 
 
 @pytest.mark.parametrize("saved_by_host", [True, False])
@@ -255,6 +291,18 @@ def test_these_lanes_find_a_copy_that_is_too_early() -> None:
     assert len(found) == 3  # every order in which "in" is before "out"
 
 
+def test_copies_in_and_out_may_go_on_at_once() -> None:
+    """In some order the second bucket comes in before the first one went out."""
+    orders = set()
+    for seed in range(8):
+        lanes = ShuffledLanes(seed)
+        params = parameters()
+        ours = on_host(params, {"lanes": lambda device, lanes=lanes: lanes, "ratio": 0.0})
+        train(ours, params, range(1))
+        orders.add(tuple(lanes.log[:2]))
+    assert ("states in", "states in") in orders
+
+
 # The device's bytes
 
 LARGE = 1 << 20
@@ -291,3 +339,43 @@ def test_a_step_needs_two_buffers_of_the_device_and_nothing_else(ratio, remainde
         pytest.raises(torch.OutOfMemoryError, match=str(before + 8 * LARGE)),
     ):
         PrecisionAwareAdam(params, **options).step()
+
+
+@needs_native
+@pytest.mark.usefixtures("counted")
+def test_buffers_live_until_the_last_copy_has_read_them() -> None:
+    class Watched(HostLanes):
+        shares_host_memory = False
+        at_close = 0
+
+        def close(self) -> None:
+            self.at_close = memory.memory_allocated()
+
+    lanes = Watched()
+    param = torch.zeros(LARGE, dtype=torch.bfloat16, requires_grad=True)
+    param.decoupled_grad = torch.ones(LARGE)
+    host = HostOptions(bucket_numel=LARGE // 4, ratio=0.5, lanes=lambda device: lanes)
+    ours = HostAdam([param], **HYPER, **OPTIONS, host=host)
+    before = memory.memory_allocated()
+    ours.step()
+    assert lanes.at_close - before >= 2 * 12 * (LARGE // 4)
+    assert memory.memory_allocated() - before < 64 << 10
+
+
+@needs_native
+@pytest.mark.usefixtures("counted")
+def test_a_step_without_room_for_its_buffers_changes_nothing() -> None:
+    sizes = (LARGE, LARGE // 2)
+    params = [torch.zeros(n, dtype=torch.bfloat16, requires_grad=True) for n in sizes]
+    for p in params:
+        p.decoupled_grad = torch.ones(p.shape)
+    budget = Budget(13 * LARGE)  # the larger one
+    ours = HostAdam(params, **HYPER, **OPTIONS, host=HostOptions(ratio=0.0, budget=budget))
+    ours.initialize_all_states()
+    with (
+        memory.limit(memory.memory_allocated() + LARGE),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        ours.step()
+    assert not any(p.any() for p in params)
+    assert {float(state["step"]) for state in ours.state.values()} == {0.0}

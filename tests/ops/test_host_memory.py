@@ -1,5 +1,6 @@
 """The counting CPU allocator: right numbers, blocks that outlive it on either side, and a limit."""
 
+import os
 import re
 import subprocess
 import sys
@@ -271,3 +272,18 @@ def test_uncounted_is_the_threads_own(uncounted):
     was_uncounted, block = blocks.pop()
     assert not was_uncounted
     assert not uncounted._host_memory_is_pinned(block)
+
+
+def test_a_forked_process_has_no_limit(host_memory):
+    """It uses memory of the host: a worker of a data loader."""
+    host_memory._host_memory_limit(host_memory._host_memory_stats()[0] + MIB)
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.empty(64 * MIB, dtype=torch.uint8)
+        except torch.OutOfMemoryError:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(64 * MIB, dtype=torch.uint8)

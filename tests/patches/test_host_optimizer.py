@@ -166,6 +166,47 @@ def test_an_fp32_optimizer_stays_as_it_is_and_says_so(caplog: pytest.LogCaptureF
         assert one_step(model, optimizer, 0)[0]
 
 
+def test_ranks_without_parameters_measure_too() -> None:
+    """Or those that have some would wait for them."""
+    called = []
+    with one_rank(host_optimizer=True):
+        host_optimizer.measured(lambda *args: called.append(args))("config", [])
+        assert called == [("config", [])]
+        assert _inner_masters.WANTED["host_optimizer"].rates is not None
+
+
+@BOTH
+@pytest.mark.parametrize("feature", ["host_optimizer", "shared_weights"])
+def test_a_configuration_may_be_copied(distributed: bool, feature: str) -> None:
+    with one_rank(**{feature: True}):
+        _, _, inner = built(distributed)
+        again = replace(inner.config, lr=0.5)
+        names = ("use_precision_aware_optimizer", "store_param_remainders")
+        assert [getattr(again, n) for n in names] == [getattr(inner.config, n) for n in names]
+        assert again.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        if not distributed:
+            assert not replace(inner.config, optimizer="sgd").use_precision_aware_optimizer
+
+
+@pytest.mark.parametrize("feature", ["host_optimizer", "shared_weights"])
+def test_masters_are_the_optimizers_under_any_fp8_recipe(feature: str) -> None:
+    with one_rank(fused_adamw=True, **{feature: True}):
+        model, optimizer, inner = built(True, fp8_recipe="tensorwise")
+        one_step(model, optimizer, 0)
+        assert {p.dtype for g in inner.optimizer.param_groups for p in g["params"]} == {
+            torch.bfloat16
+        }
+
+
+@BOTH
+@pytest.mark.parametrize("feature", ["host_optimizer", "shared_weights"])
+def test_upstreams_offloading_is_refused(distributed: bool, feature: str) -> None:
+    with one_rank(**{feature: True}):
+        _, optimizer, _ = built(distributed)
+        with pytest.raises(ValueError, match="steps on Megatron's parameter buffer"):
+            optimizer.offload_to_cpu()
+
+
 # What is asked for
 
 ARGS = {
@@ -190,7 +231,11 @@ ARGS = {
             {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16},
             "--exp-avg-dtype torch.bfloat16: states on the host are fp32",
         ),
-        ({"accel_host_optimizer": ["1", "2", "3"]}, "3 sizes for 2 pipeline stages"),
+        (
+            {"rl_offload_optimizer_during_inference": True},
+            "--rl-offload-optimizer-during-inference: it takes",
+        ),
+        ({"accel_host_optimizer": ("1", "2", "3")}, "3 sizes for 2 pipeline stages"),
     ],
 )
 def test_what_cannot_be_on_the_host_is_refused_by_name(changed: dict[str, Any], text: str) -> None:
@@ -210,6 +255,10 @@ def test_what_cannot_be_on_the_host_is_refused_by_name(changed: dict[str, Any], 
         ({"host_optimizer": ["8", "lots"]}, "'lots' is no size"),
         ({"host_optimizer": "nan"}, "'nan' is no size"),
         ({"host_optimizer": True, "host_optimizer_ratio": "1.5"}, "ratio: '1.5' is no share"),
+        ({"host_optimizer": "1e300"}, "'1e300' is no size"),
+        ({"host_optimizer": [10**400]}, "is no size"),
+        ({"host_optimizer": 1e-12}, "1e-12 is no size"),
+        ({"host_optimizer": True, "host_optimizer_ratio": True}, "True is no share"),
         ({"host_optimizer_ratio": "0.5"}, "0.5 does nothing without --accel-host-optimizer"),
     ],
 )

@@ -4,7 +4,8 @@ With the native library, an allocator that counts sits on top of PyTorch's
 (``csrc/cpu/host_memory.cpp``). Without it, the figures are the resident set of the process, which
 also holds the interpreter; :func:`source` says which. Then there is no limit either.
 
-Pinned memory is the host's and not the device's: it is neither counted nor limited (:func:`uncounted`).
+Pinned memory is the host's and not the device's: it is neither counted nor limited (:func:`uncounted`). Nor
+is what does not come from PyTorch's allocator: numpy's, memory that processes share, an ``UntypedStorage``.
 """
 
 from __future__ import annotations
