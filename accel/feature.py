@@ -66,6 +66,9 @@ class Setting:
         """The option of ``accel.enable()``."""
         return f"{feature}_{self.name}" if self.name else feature
 
+    def flag(self, feature: str) -> str:
+        return "--accel-" + self.key(feature).replace("_", "-")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
@@ -178,7 +181,7 @@ def read_settings(choices: Sequence[Choice], given: Mapping[str, Any]) -> dict[s
         for setting in feature.settings:
             key = setting.key(feature.name)
             value = given.get(key)
-            flag = "--accel-" + key.replace("_", "-")
+            flag = setting.flag(feature.name)
             if choice.asked == "no" and setting.name and value is not None:
                 raise ValueError(f"{flag} {value} does nothing without {feature.flag}")
             try:

@@ -132,7 +132,7 @@ def test_aliases_lead_to_our_flags_and_hide_nothing_of_megatron() -> None:
 
     from megatron.training.arguments import add_megatron_arguments
 
-    flags = {f.flag for f in FEATURES}
+    flags = {f.flag for f in FEATURES} | {s.flag(f.name) for f in FEATURES for s in f.settings}
     upstream = add_megatron_arguments(argparse.ArgumentParser())._option_string_actions
     for theirs, ours in command_line.ALIASES.items():
         assert ours in flags

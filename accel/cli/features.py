@@ -38,10 +38,11 @@ def describe(feature: Feature) -> dict[str, Any]:
     """One row: plain types only, as ``--json`` prints it."""
     from accel.patches.command_line import ALIASES
 
+    flags = {feature.flag, *(s.flag(feature.name) for s in feature.settings)}
     return {
         "name": feature.name,
         "flag": feature.flag,
-        "aliases": [theirs for theirs, ours in ALIASES.items() if ours == feature.flag],
+        "aliases": [theirs for theirs, ours in ALIASES.items() if ours in flags],
         "settings": [_setting(feature, s) for s in feature.settings],
         "preset": feature.preset,
         "numerics": feature.numerics,
@@ -56,9 +57,7 @@ def describe(feature: Feature) -> dict[str, Any]:
 def _setting(feature: Feature, setting: Setting) -> str:
     """As ``--help`` shows it."""
     if setting.name:
-        return (
-            f"{feature.flag}-{setting.name.replace('_', '-')} {setting.metavar}: {setting.summary}"
-        )
+        return f"{setting.flag(feature.name)} {setting.metavar}: {setting.summary}"
     value = f"[{setting.metavar} ...]" if setting.many else setting.metavar
     return f"{feature.flag} {value}: {setting.summary}"
 

@@ -29,6 +29,8 @@ ALIASES = {
     "--reuse-fp32-param": "--accel-shared-weights",
     "--swap-optimizer": "--accel-host-optimizer",
     "--virtual-optimizer": "--accel-host-optimizer",
+    "--recompute-activation-function": "--accel-recompute-activation",
+    "--recompute-activation-function-num-layers": "--accel-recompute-activation-num-layers",
 }
 """MindSpeed's spelling -> ours, for every MindSpeed feature that accel has."""
 
@@ -147,17 +149,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="try Megatron versions outside the tested range; patch contracts are still checked",
     )
     for f in FEATURES:
-        names = [f.flag, *(theirs for theirs, ours in ALIASES.items() if ours == f.flag)]
         dest = f"accel_{f.name}"
         own = next((s for s in f.settings if not s.name), None)
         takes: dict[str, Any] = {"action": "store_true", "default": None}
         if own is not None:
             takes = {"nargs": "*" if own.many else None, "metavar": own.metavar}
-        group.add_argument(*names, dest=dest, help=f.summary, **takes)
-        for setting in f.settings:
-            if setting.name:
-                flag = f"{f.flag}-{setting.name.replace('_', '-')}"
-                group.add_argument(flag, metavar=setting.metavar, help=setting.summary)
+        group.add_argument(*_spellings(f.flag), dest=dest, help=f.summary, **takes)
+        for s in f.settings:
+            if s.name:
+                names, key = _spellings(s.flag(f.name)), f"accel_{s.key(f.name)}"
+                group.add_argument(*names, dest=key, metavar=s.metavar, help=s.summary)
         group.add_argument(
             f.flag.replace("--", "--no-", 1),
             dest=dest,
@@ -165,6 +166,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             help=argparse.SUPPRESS,
         )
     _reject_misspelt(parser)
+
+
+def _spellings(flag: str) -> list[str]:
+    return [flag, *(theirs for theirs, ours in ALIASES.items() if ours == flag)]
 
 
 def _reject_misspelt(parser: argparse.ArgumentParser) -> None:

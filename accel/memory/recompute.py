@@ -1,0 +1,256 @@
+"""Outputs that are freed between their use in the forward pass and that in the backward.
+
+    call      y = f(x) as ever; of what f's operations save for their backward nothing is kept but x
+    free      after y's consumer has run: y's storage is emptied; whoever holds y holds its shape
+    arrives   the gradient of what the consumer made of y: f(x) runs again, its result becomes y's
+              storage, and what f's operations had saved is there again, once for both
+    backward  of the consumer, then of f: each in the graph of the first call
+
+The graph is that of the first call, so gradients flow as if nothing had been freed: to closures and
+past frozen inputs, twice with ``retain_graph``, in double backward. Random generators and autocast are
+as they were in the first call.
+
+An output is left alone where freeing it would free something else, because it is a part of a larger
+storage, or is an input's, a consumer's or another output's memory; where no gradient is recorded; and
+where the consumer's result has none. That somebody else keeps a view of it is for the caller to know;
+reading it then is an error that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from accel.ops import _native
+
+__all__ = ["Recomputed", "default_generators"]
+
+Restorer = Callable[[], AbstractContextManager[None]]
+"""Enters the state that was captured, and leaves the one of now behind again."""
+
+
+class Recomputed:
+    """One call of a function, whose outputs can be freed until the backward pass.
+
+    Args:
+        generators: captures the state of random generators; called before the function is. The default knows
+            those of the host and of the inputs' device.
+    """
+
+    def __init__(self, generators: Callable[[], Restorer] | None = None) -> None:
+        self._generators = generators
+        self._frame: _Frame | None = None
+        self._outputs: tuple[weakref.ref[Tensor], ...] = ()
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        """``function(*args)``: a tensor or a tuple with tensors. It runs again in the backward pass, and
+        must do the same then."""
+        if not torch.is_grad_enabled():
+            return function(*args)
+        self._frame = frame = _Frame(function, args, self._generators or default_generators(args))
+        with saved_tensors_hooks(frame.pack, _Saved.unpack):
+            outputs = function(*args)
+        found = outputs if isinstance(outputs, tuple) else (outputs,)
+        self._outputs = tuple(weakref.ref(y) for y in found if isinstance(y, Tensor))
+        frame.outputs = [None for y in found if isinstance(y, Tensor)]
+        return outputs
+
+    def free(self, *until: Tensor) -> int:
+        """Empty the storages of the outputs; to be called once their consumers have run.
+
+        Args:
+            until: what consumers made of the outputs; the first gradient of one of them fills the storages.
+
+        Returns:
+            How many bytes were freed.
+        """
+        frame, self._frame = self._frame, None
+        recorded = [t for t in until if t.requires_grad]
+        if frame is None or not recorded or not torch.is_grad_enabled():
+            return 0
+        taken = {_storage(t) for t in (*until, *frame.tensors())}
+        freed = 0
+        for number, reference in enumerate(self._outputs):
+            output = reference()
+            if output is None or not _is_whole(output) or _storage(output) in taken:
+                continue
+            taken.add(_storage(output))
+            freed += output.untyped_storage().nbytes()
+            frame.outputs[number] = _Emptied(output)
+        if freed:
+            for tensor in recorded:
+                tensor.register_hook(frame.fill)
+        return freed
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor's elements are all of its storage."""
+    storage = tensor.untyped_storage()
+    return tensor.numel() > 0 and storage.nbytes() == tensor.numel() * tensor.itemsize
+
+
+class _Emptied:
+    """An output without its bytes, and without its graph, which holds the frame."""
+
+    MESSAGE = "this output was freed until the backward pass: accel.memory.recompute computes it again there"
+
+    def __init__(self, output: Tensor) -> None:
+        self._alias = (
+            output.data
+        )  # has a version of its own: autograd does not see that it is written
+        self._num_bytes = output.untyped_storage().nbytes()
+        if _native.reason() is None:
+            torch.ops.accel._storage_empty(self._alias, self.MESSAGE)
+        else:
+            self._alias.untyped_storage().resize_(0)
+
+    def fill(self, value: Tensor) -> None:
+        alias = self._alias
+        if (value.dtype, value.size()) != (alias.dtype, alias.size()):
+            raise RuntimeError(
+                f"recomputation gave {value.dtype} {list(value.size())} where the forward pass had "
+                f"{alias.dtype} {list(alias.size())}: the function is not the same the second time"
+            )
+        if _native.reason() is not None:
+            alias.untyped_storage().resize_(self._num_bytes)
+            alias.copy_(value)
+            return
+        if not _is_whole(value) or value.stride() != alias.stride():
+            value = torch.empty_like(alias).copy_(value)
+        torch.ops.accel._storage_fill(alias, value)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What is kept in place of a tensor that an operation saved."""
+
+    frame: _Frame
+    number: int
+
+    def unpack(self) -> Tensor:
+        return self.frame.saved_tensor(self.number)
+
+
+class _Frame:
+    """What a second call needs, and what it found."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        generators: Callable[[], Restorer],
+    ) -> None:
+        self._function = function
+        self._args = tuple(_detached(a) for a in args)
+        self._generators = generators()
+        self._autocast = _autocast_of(self.tensors())
+        self._count = 0
+        self._saved: list[Tensor] | None = None
+        self.outputs: list[_Emptied | None] = []
+
+    def tensors(self) -> list[Tensor]:
+        """The inputs."""
+        return [a for a in self._args if isinstance(a, Tensor)]
+
+    def pack(self, tensor: Tensor) -> _Saved:
+        self._count += 1
+        return _Saved(self, self._count - 1)
+
+    def saved_tensor(self, number: int) -> Tensor:
+        self._recompute()
+        assert self._saved is not None
+        return self._saved[number]
+
+    def fill(self, grad: Tensor) -> None:
+        """The hook on what consumers made of the outputs."""
+        self._recompute()
+
+    def _recompute(self) -> None:
+        if self._saved is not None:
+            return
+        saved: list[Tensor] = []
+
+        def record(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        args = tuple(_detached(a) for a in self._args)
+        with (
+            self._generators(),
+            self._autocast(),
+            torch.enable_grad(),
+            saved_tensors_hooks(record, _nothing_to_unpack),
+        ):
+            outputs = self._function(*args)
+        if len(saved) != self._count:
+            raise RuntimeError(
+                f"recomputation saved {len(saved)} tensors where the forward pass saved {self._count}: the "
+                "function is not the same the second time"
+            )
+        found = outputs if isinstance(outputs, tuple) else (outputs,)
+        tensors = [y.detach() for y in found if isinstance(y, Tensor)]
+        for emptied, tensor in zip(self.outputs, tensors, strict=True):
+            if emptied is not None:
+                emptied.fill(tensor)
+        self._saved = saved
+
+
+def _detached(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _nothing_to_unpack(saved: Any) -> Tensor:
+    raise AssertionError("there is no backward pass through a recomputation")
+
+
+def default_generators(args: tuple[Any, ...]) -> Callable[[], Restorer]:
+    """Those of the host and of the devices of `args`."""
+    devices = {a.device for a in args if isinstance(a, Tensor)} - {torch.device("cpu")}
+
+    def capture() -> Restorer:
+        host = torch.get_rng_state()
+        others = {d: torch.get_device_module(d).get_rng_state(d) for d in devices}
+
+        @contextlib.contextmanager
+        def restored() -> Iterator[None]:
+            with torch.random.fork_rng([d.index for d in devices]):
+                torch.set_rng_state(host)
+                for device, state in others.items():
+                    torch.get_device_module(device).set_rng_state(state, device)
+                yield
+
+        return restored
+
+    return capture
+
+
+def _autocast_of(tensors: list[Tensor]) -> Callable[[], AbstractContextManager[Any]]:
+    """Captures autocast, of the host and of the tensors' devices."""
+    kinds = {"cpu", *(t.device.type for t in tensors)}
+    settings = [
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds
+    ]
+    cached = torch.is_autocast_cache_enabled()
+
+    @contextlib.contextmanager
+    def restored() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for kind, dtype, enabled in settings:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
+            yield
+
+    return restored

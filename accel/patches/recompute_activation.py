@@ -1,0 +1,151 @@
+"""The output of an MLP's activation is freed until the backward pass, and computed again there.
+
+``--accel-recompute-activation`` (MindSpeed's ``--recompute-activation-function``): of what an MLP keeps for
+its backward pass, the output of the activation (``ffn_hidden_size`` elements of a token), and what an
+unfused one saves on its way, are computed again from the output of the first matrix product, just before
+they are needed. ``--accel-recompute-activation-num-layers N`` does so in the first N layers of each rank,
+its virtual stages in turn (MindSpeed's ``--recompute-activation-function-num-layers``).
+
+Gradients are those of stock, bit for bit. It serves dense MLPs, shared experts that are not overlapped, and
+experts that run one by one; for experts that run grouped there is Megatron's own ``--recompute-modules
+moe_act``. In a layer that is recomputed as a whole (``--recompute-granularity full``) it holds while that
+layer runs again. What is freed and what is left alone: ``accel/memory/recompute.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.feature import Feature, Setting
+from accel.memory.recompute import Recomputed
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
+
+_HERE = "accel.patches.recompute_activation"
+_LAYERS: dict[str, int | None] = {}
+"""``num_layers`` while the feature is on; None: all."""
+
+MARK = "accel_recompute_activation"
+"""Attribute of an MLP in a layer that was chosen."""
+
+
+def parse_layers(given: Any) -> int:
+    """A number of layers."""
+    try:
+        number = int(str(given))
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"{given!r} is no number of layers: give 0 or more")
+    return number
+
+
+def switch_on(num_layers: int | None) -> Callable[[], None]:
+    _LAYERS["num"] = num_layers
+    return _LAYERS.clear
+
+
+def choosing(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(
+        self: Any, config: Any, submodules: Any, layer_number: int = 1, *args: Any, **kwargs: Any
+    ) -> None:
+        init(self, config, submodules, layer_number, *args, **kwargs)
+        stages = config.virtual_pipeline_model_parallel_size or 1
+        turn = (layer_number - 1) * stages + (getattr(self, "vp_stage", None) or 0)
+        limit = _LAYERS["num"]
+        if limit is None or turn < limit:
+            from megatron.core.transformer.mlp import MLP
+
+            for module in self.mlp.modules():
+                if isinstance(module, MLP):
+                    setattr(module, MARK, True)
+
+    return __init__
+
+
+class _Part:
+    """A module with other attributes in place of some of its own."""
+
+    def __init__(self, module: Any, **others: Any) -> None:
+        self._module = module
+        vars(self).update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Layer(torch.nn.Module):
+    """A function where Megatron wants a module."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.forward = function
+
+
+def recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``MLP.forward``, of which the part between its matrix products runs again in the backward pass."""
+
+    @functools.wraps(forward)
+    def forward_(
+        self: Any, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if not getattr(self, MARK, False):
+            return forward(self, hidden_states, per_token_scale, **kwargs)
+
+        def activation(intermediate: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+            fc1, fc2 = _Layer(lambda x: (intermediate, bias)), _Layer(lambda x: (x, None))
+            between = _Part(self, linear_fc1=fc1, linear_fc2=fc2)
+            return forward(between, intermediate, scale, **kwargs)[0]
+
+        # no activation draws random numbers
+        call = Recomputed(generators=lambda: contextlib.nullcontext)
+        activated = call(activation, *self.linear_fc1(hidden_states), per_token_scale)
+        output, bias = self.linear_fc2(activated)
+        call.free(output)
+        if per_token_scale is not None and bias is not None:
+            output += bias.unsqueeze(0) * per_token_scale.unsqueeze(-1)
+            bias = None
+        return output, bias
+
+    return forward_
+
+
+FEATURE = Feature(
+    name="recompute_activation",
+    summary="free the output of an MLP's activation until the backward pass, and compute it again there",
+    preset=None,
+    numerics="bit-identical",
+    megatron=SUPPORTED_RANGE,
+    settings=(
+        Setting(
+            name="num_layers",
+            metavar="LAYERS",
+            summary="in the first layers of each rank, its virtual stages in turn (default: all)",
+            parse=parse_layers,
+        ),
+    ),
+    switch_on=switch_on,
+    patches=(
+        Patch(
+            target="megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+            replacement=f"{_HERE}:choosing",
+            how="wrap",
+            why="A layer knows its number when it is built, and which layers recompute.",
+        ),
+        Patch(
+            target="megatron.core.transformer.mlp:MLP.forward",
+            replacement=f"{_HERE}:recomputing",
+            how="wrap",
+            expects=("self", "hidden_states", "per_token_scale", "kwargs"),
+            sources=dict.fromkeys(SUPPORTED_MEGATRON, "801325ddbf01"),
+            why="Upstream keeps the output of the activation; what follows fc2 there is repeated here.",
+        ),
+    ),
+)
