@@ -120,6 +120,7 @@ class _Arena:
         self.kind = kind
         self.memory = PinnedMemory(kind.device)
         self.starts: dict[Tensor, int] = {}
+        self._views: dict[tuple[Tensor, str], Tensor] = {}
         self.numel = 0
         for param in params:
             self.starts[param] = self.numel
@@ -128,8 +129,12 @@ class _Arena:
         self.states = {n: self.memory.empty(self.numel + self.EXTRA, dtype) for n, dtype in dtypes}
 
     def view(self, param: Tensor, name: str) -> Tensor:
-        start = self.starts[param]
-        return self.states[name][start : start + param.numel()].view(param.shape)
+        """A state of a parameter, the same object each time."""
+        if (param, name) not in self._views:
+            start = self.starts[param]
+            flat = self.states[name][start : start + param.numel()]
+            self._views[param, name] = flat.view(param.shape)
+        return self._views[param, name]
 
     def num_bytes(self) -> int:
         return sum(state.nbytes for state in self.states.values())
@@ -175,6 +180,8 @@ class _Update:
 
     def part(self, begin: int, end: int) -> _Update:
         """Of some elements."""
+        if end - begin == self.weight.numel():
+            return self
         return replace(self, weight=self.weight[begin:end], grad=self.grad[begin:end])
 
 
@@ -298,7 +305,7 @@ class HostAdam(PrecisionAwareAdam):
         state, arena = self.state[param], self._arenas[param]
         for name in arena.states:
             ours = arena.view(param, name)
-            if state[name].data_ptr() != ours.data_ptr():
+            if state[name] is not ours:
                 state[name] = ours.copy_(state[name])
 
     # A step
@@ -356,8 +363,10 @@ class HostAdam(PrecisionAwareAdam):
         ratio = self.ratio(arena, updates[first].grad.dtype)
         cut = round(arena.numel * (1 - ratio) / _ALIGNMENT) * _ALIGNMENT
         numel = self.host.bucket_numel
+        # nothing is copied there: all in one call of the kernel
+        at_once = self._lanes[arena.kind.device].shares_host_memory
         return (
-            arena.buckets(updates, cut, arena.numel, numel),
+            arena.buckets(updates, cut, arena.numel, arena.numel if at_once else numel),
             arena.buckets(updates, 0, cut, numel),
         )
 
