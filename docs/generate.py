@@ -140,7 +140,8 @@ def target(row: Mapping) -> str:
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, tuple("---" for _ in head), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    escaped = ([cell.replace("|", "\\|") for cell in cells] for cells in lines)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in escaped)
 
 
 def main() -> int:
