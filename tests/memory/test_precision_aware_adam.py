@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
+from accel.device.cpu import memory
 from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from accel.ops import adamw, join_remainder, split_remainder
+from tests.ops.contract import needs_native
 
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEPS = 5
@@ -191,3 +195,21 @@ def test_a_parameter_without_a_gradient_stays() -> None:
 def test_what_it_cannot_do_is_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made(parameter(torch.bfloat16), **options)
+
+
+@needs_native
+def test_a_step_needs_no_workspace_and_changes_nobody_elses_names() -> None:
+    """A weight and its remainder are joined and split in registers."""
+    numel, ceil = 1 << 20, math.ceil
+    param = torch.ones(numel, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = made(param, store_param_remainders=True)
+    param.decoupled_grad = torch.ones(numel)
+    optimizer.initialize_state(param)
+    memory.install()
+    try:
+        with memory.limit(memory.memory_allocated() + (64 << 10)):
+            optimizer.step()
+    finally:
+        memory.uninstall()
+    assert optimizer.state[param]["step"] == 1
+    assert math.ceil is ceil
