@@ -1,8 +1,10 @@
 """Megatron's optimizers on a list of large layers: what benchmarks of optimizer features share. They run on
 whatever accel runs on here."""
 
+import argparse
 import contextlib
 import json
+import logging
 import re
 import sys
 import time
@@ -21,8 +23,7 @@ sys.path.insert(0, str(bench.CHECKOUT / "examples" / "demo"))
 from training import REPOSITORY, launch
 
 __all__ = [
-    "REPOSITORY", "SIZE", "Sides", "alone", "build", "device_bytes", "enabled", "launch", "memory_rows",
-    "print_memory", "take_steps",
+    "REPOSITORY", "SIZE", "Sides", "alone", "build", "enabled", "launch", "main", "memory_rows", "take_steps",
 ]  # fmt: skip
 
 SIZE = 1024
@@ -144,7 +145,7 @@ def memory_rows(
     folder: Path,
     target: Callable[[Mapping[str, float], bool, int], float],
 ) -> list[dict]:
-    """`script --memory LAYERS` calls `print_memory`.
+    """`script --memory LAYERS` prints them, on each number of ranks.
 
     Args:
         target: of bytes per parameter, from those of all sides, whether the optimizer is the distributed one,
@@ -161,3 +162,17 @@ def memory_rows(
             goal = target(values, KINDS[name], ranks)
             rows.append(row(case, "memory per parameter", "bytes", values, method, target=goal))
     return rows
+
+
+def main(
+    name: str, sides: Sides, rows: Callable[[bool], list[dict]], argv: list[str] | None
+) -> int:
+    """`bench.run_rows`, and in a launch of `memory_rows` what that one reads."""
+    parser = bench.parser(name)
+    parser.add_argument("--memory", type=int, metavar="LAYERS", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    logging.disable(logging.INFO)  # Megatron turns it on, on standard output
+    if args.memory is not None:
+        print_memory(sides, args.memory)
+        return 0
+    return bench.run_rows(name, rows, args)

@@ -11,8 +11,6 @@ Stock is preset off: torch's AdamW, states on the device. "on the device" is acc
 Checkpoints are in tests/distributed/test_host_optimizer.py.
 """
 
-import argparse
-import logging
 import statistics
 import sys
 import tempfile
@@ -22,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.testing import bench
 from accel.testing.bench import OURS, row
 from benchmarks import _optimizer
 from benchmarks._optimizer import SIZE
@@ -108,14 +105,7 @@ def rows(quick: bool) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = bench.parser("host_optimizer")
-    parser.add_argument("--memory", type=int, metavar="LAYERS", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    logging.disable(logging.INFO)  # Megatron turns it on, on standard output
-    if args.memory is not None:
-        _optimizer.print_memory(SIDES, args.memory)
-        return 0
-    return bench.run_rows("host_optimizer", rows, args)
+    return _optimizer.main("host_optimizer", SIDES, rows, argv)
 
 
 if __name__ == "__main__":

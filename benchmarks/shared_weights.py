@@ -10,8 +10,6 @@ Resume   examples/pretrain_gpt.py on two ranks: logged steps after a checkpoint 
 Stock is preset off: torch's AdamW and fp32 masters. "whole masters" is accel's one-pass step on these.
 """
 
-import argparse
-import logging
 import re
 import statistics
 import sys
@@ -22,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.testing import bench
 from accel.testing.bench import OURS, row
 from benchmarks import _optimizer
 from benchmarks._optimizer import REPOSITORY, SIZE, launch
@@ -145,14 +142,7 @@ def rows(quick: bool) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = bench.parser("shared_weights")
-    parser.add_argument("--memory", type=int, metavar="LAYERS", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    logging.disable(logging.INFO)  # Megatron turns it on, on standard output
-    if args.memory is not None:
-        _optimizer.print_memory(SIDES, args.memory)
-        return 0
-    return bench.run_rows("shared_weights", rows, args)
+    return _optimizer.main("shared_weights", SIDES, rows, argv)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -306,13 +306,6 @@ def test_copies_in_and_out_may_go_on_at_once() -> None:
 # The device's bytes
 
 LARGE = 1 << 20
-
-
-@pytest.fixture
-def counted() -> Iterator[None]:
-    memory.install()
-    yield
-    memory.uninstall()
 
 
 @needs_native

@@ -198,6 +198,7 @@ def test_what_it_cannot_do_is_refused(options: dict, message: str) -> None:
 
 
 @needs_native
+@pytest.mark.usefixtures("counted")
 def test_a_step_needs_no_workspace_and_changes_nobody_elses_names() -> None:
     """A weight and its remainder are joined and split in registers."""
     numel, ceil = 1 << 20, math.ceil
@@ -205,11 +206,7 @@ def test_a_step_needs_no_workspace_and_changes_nobody_elses_names() -> None:
     optimizer = made(param, store_param_remainders=True)
     param.decoupled_grad = torch.ones(numel)
     optimizer.initialize_state(param)
-    memory.install()
-    try:
-        with memory.limit(memory.memory_allocated() + (64 << 10)):
-            optimizer.step()
-    finally:
-        memory.uninstall()
+    with memory.limit(memory.memory_allocated() + (64 << 10)):
+        optimizer.step()
     assert optimizer.state[param]["step"] == 1
     assert math.ceil is ceil

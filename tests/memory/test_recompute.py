@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -287,13 +287,6 @@ def test_nothing_is_left_when_the_graph_is() -> None:
             assert alive() is None, "the inputs are held by a cycle"
     finally:
         gc.enable()
-
-
-@pytest.fixture
-def counted() -> Iterator[None]:
-    memory.install()
-    yield
-    memory.uninstall()
 
 
 @needs_native

@@ -19,7 +19,8 @@ from accel.patches import _inner_masters, command_line, host_optimizer
 from tests.ops.contract import needs_native
 
 from .test_fused_adamw import build, one_rank, one_step
-from .test_shared_weights import BOTH, assert_same, built, load, masters, moments
+from .test_shared_weights import ARGS as OF_SHARED
+from .test_shared_weights import BOTH, REFUSED, assert_same, built, load, masters, moments
 
 pytestmark = needs_native
 GIB = 1 << 30
@@ -209,31 +210,16 @@ def test_upstreams_offloading_is_refused(distributed: bool, feature: str) -> Non
 
 # What is asked for
 
-ARGS = {
-    "bf16": True,
-    "fp16": False,
-    "optimizer": "adam",
-    "use_precision_aware_optimizer": False,
-    "pipeline_model_parallel_size": 2,
-}
+ARGS = {**OF_SHARED, "pipeline_model_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"bf16": False}, "parameters are fp32"),
-        ({"bf16": False, "fp16": True}, "parameters are fp16"),
-        ({"optimizer": "muon"}, "--optimizer muon is not served"),
-        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: it writes"),
-        ({"fp8_param_gather": True}, "--fp8-param-gather: its weights are fp8"),
-        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload: it writes"),
+        *REFUSED,
         (
             {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16},
             "--exp-avg-dtype torch.bfloat16: states on the host are fp32",
-        ),
-        (
-            {"rl_offload_optimizer_during_inference": True},
-            "--rl-offload-optimizer-during-inference: it takes",
         ),
         ({"accel_host_optimizer": ("1", "2", "3")}, "3 sizes for 2 pipeline stages"),
     ],

@@ -304,19 +304,22 @@ def test_a_checkpoint_has_its_masters_on_the_host(distributed: bool) -> None:
 
 
 ARGS = {"bf16": True, "fp16": False, "optimizer": "adam", "use_precision_aware_optimizer": False}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"bf16": False}, "parameters are fp32"),
+    ({"bf16": False, "fp16": True}, "parameters are fp16"),
+    ({"optimizer": "muon"}, "--optimizer muon is not served, only adam"),
+    ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: it writes"),
+    ({"fp8_param_gather": True}, "--fp8-param-gather: its weights are fp8"),
+    ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload: it writes"),
+    (
+        {"rl_offload_optimizer_during_inference": True},
+        "--rl-offload-optimizer-during-inference: it takes",
+    ),
+]
+"""What no optimizer serves whose inner one keeps the masters."""
 
 
-@pytest.mark.parametrize(
-    ("changed", "text"),
-    [
-        ({"bf16": False}, "parameters are fp32"),
-        ({"bf16": False, "fp16": True}, "parameters are fp16"),
-        ({"optimizer": "muon"}, "--optimizer muon is not served, only adam"),
-        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp: it writes"),
-        ({"fp8_param_gather": True}, "--fp8-param-gather: its weights are fp8"),
-        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload: it writes"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "text"), REFUSED)
 def test_what_cannot_share_is_refused_by_name(changed: dict[str, Any], text: str) -> None:
     features = [shared_weights.FEATURE]
     context = Context("cpu", "0.19.2", SimpleNamespace(**{**ARGS, **changed}))
