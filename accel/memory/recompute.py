@@ -186,14 +186,13 @@ class _Frame:
             saved.append(tensor)
             return tensor
 
-        args = tuple(_detached(a) for a in self._args)
         with (
             self._generators(),
             self._autocast(),
             torch.enable_grad(),
             saved_tensors_hooks(record, _nothing_to_unpack),
         ):
-            outputs = self._function(*args)
+            outputs = self._function(*(_recorded(a) for a in self._args))
         if len(saved) != self._count:
             raise RuntimeError(
                 f"recomputation saved {len(saved)} tensors where the forward pass saved {self._count}: the "
@@ -211,6 +210,12 @@ def _detached(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_(value.requires_grad)
+
+
+def _recorded(value: Any) -> Any:
+    """No leaf where the first call had none: an operation may write its gradient over its input."""
+    value = _detached(value)
+    return value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _nothing_to_unpack(saved: Any) -> Tensor:

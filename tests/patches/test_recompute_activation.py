@@ -78,6 +78,12 @@ def test_gradients_are_stocks_and_the_activation_is_freed(
             module = mlp(kind, fused)
             setattr(module, recompute_activation.MARK, marked)
             results.append(gradients(module, expert))
+    if fused:  # as with preset max
+        features = ("recompute_activation", "fused_activation", "inplace_activation_grad")
+        with one_rank(**dict.fromkeys(features, True)):
+            module = mlp(kind, fused)
+            setattr(module, recompute_activation.MARK, True)
+            assert all(map(torch.equal, gradients(module, expert)[0], results[0][0]))
     (stock, whole), (ours, freed) = results
     assert len(ours) == len(stock)
     assert all(map(torch.equal, ours, stock))
