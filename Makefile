@@ -27,6 +27,7 @@ $(VENV)/.requirements: requirements/dev.txt $(VENV)/.python
 
 $(VENV)/.native: $(VENV)/.requirements $(NATIVE) pyproject.toml
 	@echo "building the native library (about a minute)"
+	@rm -f accel/_C*.so  # where the build fails, an older one would be taken for this one
 	$(PY) -m pip install --disable-pip-version-check --no-build-isolation --no-deps --quiet --editable .
 	@$(PY) -c "from accel.ops import _native; print('native kernels:', _native.reason() or 'built')"
 	@touch $@
