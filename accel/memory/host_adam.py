@@ -44,7 +44,7 @@ from accel.memory.precision_aware_adam import (
     step_at_once,
 )
 
-__all__ = ["HostAdam", "HostOptions"]
+__all__ = ["Budget", "HostAdam", "HostOptions"]
 
 _log = logging.getLogger("accel")
 

@@ -327,10 +327,8 @@ class PrecisionAwareAdam(torch.optim.Adam):
     def _load(self, param: Tensor, given: dict[str, Any]) -> None:
         state = self.state[param]
         for name, value in given.items():
-            if name == "step":
-                state[name] = torch.tensor(
-                    float(value)
-                )  # others keep an int, or a tensor elsewhere
+            if name == "step":  # others keep an int, or a tensor elsewhere
+                state[name] = torch.tensor(float(value))
             elif not isinstance(value, Tensor):
                 state[name] = value
             elif not self._is_placeholder(param, name, value):

@@ -13,7 +13,7 @@ as they were in the first call.
 An output is left alone where freeing it would free something else, because it is a part of a larger
 storage, or is an input's, a consumer's or another output's memory; where no gradient is recorded; and
 where the consumer's result has none. That somebody else keeps a view of it is for the caller to know;
-reading it then is an error that says so.
+reading it then is an error that says so, where the native library is built (else it is not checked).
 """
 
 from __future__ import annotations
@@ -226,17 +226,26 @@ def default_generators(args: tuple[Any, ...]) -> Callable[[], Restorer]:
     """Those of the host and of the devices of `args`."""
     devices = {a.device for a in args if isinstance(a, Tensor)} - {torch.device("cpu")}
 
-    def capture() -> Restorer:
-        host = torch.get_rng_state()
+    def read() -> tuple[Tensor, dict[torch.device, Tensor]]:
         others = {d: torch.get_device_module(d).get_rng_state(d) for d in devices}
+        return torch.get_rng_state(), others
+
+    def write(host: Tensor, others: dict[torch.device, Tensor]) -> None:
+        torch.set_rng_state(host)
+        for device, state in others.items():
+            torch.get_device_module(device).set_rng_state(state, device)
+
+    def capture() -> Restorer:
+        captured = read()
 
         @contextlib.contextmanager
         def restored() -> Iterator[None]:
-            with torch.random.fork_rng([d.index for d in devices]):
-                torch.set_rng_state(host)
-                for device, state in others.items():
-                    torch.get_device_module(device).set_rng_state(state, device)
+            now = read()
+            write(*captured)
+            try:
                 yield
+            finally:
+                write(*now)
 
         return restored
 

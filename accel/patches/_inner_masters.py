@@ -52,7 +52,7 @@ on."""
 def want(name: str, given: Any) -> Callable[[], None]:
     """Returns what takes the wish back."""
     WANTED[name] = given
-    return lambda: WANTED.pop(name, None) and None
+    return functools.partial(WANTED.__delitem__, name)
 
 
 def refused(options: Any) -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accel.device.cpu import memory
 from accel.memory.recompute import Recomputed
-from accel.ops import rms_norm, swiglu
+from accel.ops import _native, rms_norm, swiglu
 from tests.ops.contract import needs_native
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -68,6 +68,18 @@ def test_gradients_are_those_of_a_graph_that_keeps_everything(name: str, passes:
         assert (num_bytes > 0) == freed
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_without_the_native_library_values_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for built in (True, False):
+        if not built:
+            monkeypatch.setattr(_native, "reason", lambda: "not built")
+        x, w = leaf(8, 32), leaf(32, 16, seed=1)
+        found, num_bytes = run(FUNCTIONS["saves its output"], x, w, freed=True)
+        assert num_bytes > 0
+        results.append((*found, x.grad, w.grad))
+    assert all(map(torch.equal, *results))
 
 
 def test_double_backward() -> None:
