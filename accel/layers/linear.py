@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from accel.layers import norm
 from accel.layers.base import ParallelLayer
+from accel.memory.recompute import Recomputed
 from accel.parallel.linear import parallel_linear
 
 __all__ = ["LayerNormLinear", "Linear"]
@@ -60,6 +62,9 @@ class LayerNormLinear(Linear):
     State dict: `layer_norm_weight [K]`, `layer_norm_bias [K]` (LayerNorm alone), then those of `Linear`.
     """
 
+    recompute_norm = False
+    """Whether what the norm gives is freed until the backward pass, where nobody asks for it."""
+
     def __init__(
         self,
         in_features: int,
@@ -91,8 +96,13 @@ class LayerNormLinear(Linear):
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """As `Linear.forward`; with `return_layernorm_output`, that is appended to the result."""
-        normed = self._norm(x)
-        y = super().forward(normed, is_first_microbatch)
+        if self.return_layernorm_output or not self.recompute_norm:
+            normed = self._norm(x)
+            y = super().forward(normed, is_first_microbatch)
+        else:
+            call = Recomputed(generators=lambda: contextlib.nullcontext)
+            y = super().forward(call(self._norm, x), is_first_microbatch)
+            call.free(y[0] if isinstance(y, tuple) else y)
         if not self.return_layernorm_output:
             return y
         return (*y, normed) if self.return_bias else (y, normed)

@@ -19,6 +19,7 @@ reading it then is an error that says so, where the native library is built (els
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -31,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from accel.ops import _native
 
-__all__ = ["Recomputed", "default_generators"]
+__all__ = ["Recomputed", "default_generators", "is_running", "will_be_freed"]
 
 Restorer = Callable[[], AbstractContextManager[None]]
 """Enters the state that was captured, and leaves the one of now behind again."""
@@ -56,11 +57,12 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return function(*args)
         self._frame = frame = _Frame(function, args, self._generators or default_generators(args))
-        with saved_tensors_hooks(frame.pack, _Saved.unpack):
+        with _running(), saved_tensors_hooks(frame.pack, _Saved.unpack):
             outputs = function(*args)
         found = outputs if isinstance(outputs, tuple) else (outputs,)
         self._outputs = tuple(weakref.ref(y) for y in found if isinstance(y, Tensor))
         frame.outputs = [None for y in found if isinstance(y, Tensor)]
+        _PENDING.add(self)
         return outputs
 
     def free(self, *until: Tensor) -> int:
@@ -73,14 +75,14 @@ class Recomputed:
             How many bytes were freed.
         """
         frame, self._frame = self._frame, None
+        _PENDING.discard(self)
         recorded = [t for t in until if t.requires_grad]
         if frame is None or not recorded or not torch.is_grad_enabled():
             return 0
-        taken = {_storage(t) for t in (*until, *frame.tensors())}
+        taken = {_storage(t) for t in until}
         freed = 0
-        for number, reference in enumerate(self._outputs):
-            output = reference()
-            if output is None or not _is_whole(output) or _storage(output) in taken:
+        for number, output in enumerate(self._own(frame)):
+            if output is None or _storage(output) in taken:
                 continue
             taken.add(_storage(output))
             freed += output.untyped_storage().nbytes()
@@ -89,6 +91,45 @@ class Recomputed:
             for tensor in recorded:
                 tensor.register_hook(frame.fill)
         return freed
+
+    def will_free(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is an output's that `free` may free."""
+        own = () if self._frame is None else self._own(self._frame)
+        return any(y is not None and _storage(y) == _storage(tensor) for y in own)
+
+    def _own(self, frame: _Frame) -> Iterator[Tensor | None]:
+        """Each output, or None where its memory is gone, a part of something, or an input's."""
+        inputs = {_storage(t) for t in frame.tensors()}
+        for reference in self._outputs:
+            output = reference()
+            free = output is not None and _is_whole(output) and _storage(output) not in inputs
+            yield output if free else None
+
+
+_PENDING: weakref.WeakSet[Recomputed] = weakref.WeakSet()
+"""Calls that were not freed yet."""
+_RUNNING = threading.local()
+
+
+@contextlib.contextmanager
+def _running() -> Iterator[None]:
+    before = is_running()
+    _RUNNING.now = True
+    try:
+        yield
+    finally:
+        _RUNNING.now = before
+
+
+def is_running() -> bool:
+    """Whether this thread is inside the function of a `Recomputed`, the first or the second time: what is
+    saved there is nobody else's to pack."""
+    return getattr(_RUNNING, "now", False)
+
+
+def will_be_freed(tensor: Tensor) -> bool:
+    """Whether a tensor's memory is an output's of a call that was not freed yet."""
+    return any(call.will_free(tensor) for call in _PENDING)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -154,6 +195,7 @@ class _Frame:
     ) -> None:
         self._function = function
         self._args = tuple(_detached(a) for a in args)
+        self._versions = [t._version for t in self.tensors()]
         self._generators = generators()
         self._autocast = _autocast_of(self.tensors())
         self._count = 0
@@ -180,6 +222,10 @@ class _Frame:
     def _recompute(self) -> None:
         if self._saved is not None:
             return
+        if [t._version for t in self.tensors()] != self._versions:
+            raise RuntimeError(
+                "an input that is needed to recompute an output was modified in place after it was used"
+            )
         saved: list[Tensor] = []
 
         def record(tensor: Tensor) -> Tensor:
@@ -190,6 +236,7 @@ class _Frame:
             self._generators(),
             self._autocast(),
             torch.enable_grad(),
+            _running(),
             saved_tensors_hooks(record, _nothing_to_unpack),
         ):
             outputs = self._function(*(_recorded(a) for a in self._args))

@@ -22,52 +22,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.feature import Feature, Setting
+from accel.feature import Feature
 from accel.memory.recompute import Recomputed
+from accel.patches._layers import NUM_LAYERS, FirstLayers, when_a_layer_is_built
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
 
 _HERE = "accel.patches.recompute_activation"
-_LAYERS: dict[str, int | None] = {}
-"""``num_layers`` while the feature is on; None: all."""
 
 MARK = "accel_recompute_activation"
 """Attribute of an MLP in a layer that was chosen."""
 
 
-def parse_layers(given: Any) -> int:
-    """A number of layers."""
-    try:
-        number = int(str(given))
-    except ValueError:
-        number = -1
-    if number < 0:
-        raise ValueError(f"{given!r} is no number of layers: give 0 or more")
-    return number
+def mark(layer: Any) -> None:
+    """The MLPs of a layer."""
+    from megatron.core.transformer.mlp import MLP
+
+    for module in layer.mlp.modules():
+        if isinstance(module, MLP):
+            setattr(module, MARK, True)
 
 
-def switch_on(num_layers: int | None) -> Callable[[], None]:
-    _LAYERS["num"] = num_layers
-    return _LAYERS.clear
-
-
-def choosing(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def __init__(
-        self: Any, config: Any, submodules: Any, layer_number: int = 1, *args: Any, **kwargs: Any
-    ) -> None:
-        init(self, config, submodules, layer_number, *args, **kwargs)
-        stages = config.virtual_pipeline_model_parallel_size or 1
-        turn = (layer_number - 1) * stages + (getattr(self, "vp_stage", None) or 0)
-        limit = _LAYERS["num"]
-        if limit is None or turn < limit:
-            from megatron.core.transformer.mlp import MLP
-
-            for module in self.mlp.modules():
-                if isinstance(module, MLP):
-                    setattr(module, MARK, True)
-
-    return __init__
+LAYERS = FirstLayers()
+choosing = LAYERS.wrapping(mark)
 
 
 class _Part:
@@ -123,22 +100,10 @@ FEATURE = Feature(
     preset=None,
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
-    settings=(
-        Setting(
-            name="num_layers",
-            metavar="LAYERS",
-            summary="in the first layers of each rank, its virtual stages in turn (default: all)",
-            parse=parse_layers,
-        ),
-    ),
-    switch_on=switch_on,
+    settings=(NUM_LAYERS,),
+    switch_on=LAYERS.switch_on,
     patches=(
-        Patch(
-            target="megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
-            replacement=f"{_HERE}:choosing",
-            how="wrap",
-            why="A layer knows its number when it is built, and which layers recompute.",
-        ),
+        when_a_layer_is_built(f"{_HERE}:choosing"),
         Patch(
             target="megatron.core.transformer.mlp:MLP.forward",
             replacement=f"{_HERE}:recomputing",

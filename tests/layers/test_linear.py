@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch
 from accel.layers import stand_in
 from accel.layers.grouped_linear import GroupedLinear
 from accel.layers.linear import LayerNormLinear, Linear
+from accel.memory.recompute import Recomputed
 from accel.ops import layer_norm_ref, rms_norm_ref
+from tests.ops.contract import needs_native
 
 K, N = 6, 10
 
@@ -69,6 +72,30 @@ def test_layer_norm_linear_is_norm_then_linear(kind: str, zero_centered: bool) -
     assert torch.equal(out, normed)
     assert torch.equal(y, normed @ module.weight.t())
     assert bias is module.bias
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("options", [{}, {"return_bias": True}, {"return_layernorm_output": True}])
+def test_a_norms_output_can_be_freed(kind: str, options: dict[str, bool]) -> None:
+    """But not where it is returned."""
+    torch.manual_seed(1)
+    module = LayerNormLinear(K, N, normalization=kind, **options)
+    results = []
+    for recomputed in (False, True):
+        module.recompute_norm = recomputed
+        x = torch.randn(6, K, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        with mock.patch.object(
+            Recomputed, "free", autospec=True, side_effect=Recomputed.free
+        ) as free:
+            y = module(x)
+        assert free.call_count == (recomputed and "return_layernorm_output" not in options)
+        found = [t for t in (y if isinstance(y, tuple) else (y,)) if t is not None]
+        sum(t.square().sum() for t in found).backward()
+        results.append([x.grad, *(p.grad for p in module.parameters()), *found])
+        module.zero_grad()
+    assert len(results[0]) == len(results[1])
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("return_bias", [False, True])

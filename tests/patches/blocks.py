@@ -1,0 +1,56 @@
+"""Transformer blocks of one rank, and what a forward and a backward pass through one give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.device.cpu import memory
+
+__all__ = ["HIDDEN", "TOKENS", "block", "gradients"]
+
+TOKENS, HIDDEN = 128, 64
+
+
+def block(layers: int = 4, spec: dict[str, Any] | None = None, **config: Any) -> Any:
+    """A `TransformerBlock` of the local spec: a Llama's unless told otherwise."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    model_parallel_cuda_manual_seed(1)
+    torch.manual_seed(1)
+    llama = {
+        "num_attention_heads": 4,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+        "hidden_dropout": 0.1,
+        "attention_dropout": 0.1,
+        "gradient_accumulation_fusion": False,
+    }
+    given = {"num_layers": layers, "hidden_size": HIDDEN, **llama, **config}
+    layer = get_gpt_layer_local_spec(normalization=given["normalization"], **(spec or {}))
+    return TransformerBlock(TransformerConfig(**given), layer)
+
+
+def gradients(module: Any, seed: int = 2) -> tuple[list[Tensor], int]:
+    """Output, gradients of input and parameters, and the bytes that are held between forward and backward."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(TOKENS, 1, HIDDEN, generator=draw).requires_grad_()
+    mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    before = memory.memory_allocated()
+    output = module(x, mask)
+    held = memory.memory_allocated() - before
+    output.square().sum().backward()
+    assert x.grad is not None
+    found = [p.grad for p in module.parameters() if p.grad is not None]
+    module.zero_grad()
+    return [output.detach(), x.grad, *found], held
