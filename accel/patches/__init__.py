@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from accel.feature import Feature
 from accel.patches import (
+    activation_offloading,
     adam_resume,
     cpu_initialization,
     dataset_helpers,
@@ -36,9 +37,12 @@ from accel.patches import (
     optimizer_without_lr,
     precision_aware_optimizer,
     recompute_activation,
+    recompute_modules,
+    recompute_norm,
     rope_fusion,
     shared_weights,
     spec_checkpoints,
+    swap_attention,
     te_layers,
 )
 
@@ -55,6 +59,8 @@ FEATURES: tuple[Feature, ...] = (
     mla_rope_fusion.FEATURE,
     moe_routing_map.FEATURE,
     spec_checkpoints.FEATURE,
+    recompute_modules.FEATURE,
+    activation_offloading.FEATURE,
     adam_resume.FEATURE,
     optimizer_cpu_offload.FEATURE,
     precision_aware_optimizer.FEATURE,
@@ -76,6 +82,8 @@ FEATURES: tuple[Feature, ...] = (
     fused_rope.FEATURE,
     fused_activation.FEATURE,
     recompute_activation.FEATURE,
+    recompute_norm.FEATURE,
+    swap_attention.FEATURE,
     inplace_activation_grad.FEATURE,
     host_bf16_gemm.FEATURE,
     host_half_collectives.FEATURE,

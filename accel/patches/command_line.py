@@ -31,6 +31,10 @@ ALIASES = {
     "--virtual-optimizer": "--accel-host-optimizer",
     "--recompute-activation-function": "--accel-recompute-activation",
     "--recompute-activation-function-num-layers": "--accel-recompute-activation-num-layers",
+    "--recompute-norm": "--accel-recompute-norm",
+    "--recompute-norm-num-layers": "--accel-recompute-norm-num-layers",
+    "--swap-attention": "--accel-swap-attention",
+    "--swap-modules": "--accel-swap-attention-modules",
 }
 """MindSpeed's spelling -> ours, for every MindSpeed feature that accel has."""
 

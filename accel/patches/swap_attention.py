@@ -1,0 +1,215 @@
+"""What attention saves for its backward pass waits in host memory while later layers run.
+
+``--accel-swap-attention`` (MindSpeed's ``--swap-attention``): the tensors that autograd saves in a layer's
+norm before attention, in attention, and in the norm before the MLP are copied to pinned host memory, and let
+go on the device one layer later; the backward pass of a layer fetches those of the layer before it.
+``--accel-swap-attention-modules`` names which of the three (``input_norm``, ``self_attention``,
+``post_attention_norm``; MindSpeed's ``--swap-modules``).
+
+Only what hides is swapped: in the third micro-batch the kernels of each layer are timed, the link to the host
+is measured, and a layer is swapped if its copies end before the kernels come to wait for them
+(``accel/memory/swap_plan.py``). Before that, and with ``--accel-swap-attention all`` for good, every layer is
+but the last, whose backward pass comes first. What was chosen is told in one line.
+
+Gradients are those of stock, bit for bit, with pipelines, virtual stages, any order of micro-batches, and
+recomputation: what is recomputed is not swapped. Parameters, tensors under 1 MiB and small parts of larger
+ones stay. Not run on a GPU yet. On the CPU device runtime the host is the device, so nothing hides: ``all``
+does there what it does elsewhere, and what is swapped does not count as the device's.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from accel.feature import Feature, Setting
+from accel.memory.host_split import measure_copies
+from accel.memory.swap import MIN_BYTES, Chain, Swap
+from accel.memory.swap_plan import History
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE
+
+_HERE = "accel.patches.swap_attention"
+_log = logging.getLogger("accel")
+
+MODULES = {
+    "input_norm": "input_layernorm",
+    "self_attention": "self_attention",
+    "post_attention_norm": "pre_mlp_layernorm",
+}
+"""MindSpeed's name -> the attribute of Megatron's layer."""
+
+
+class Swapping:
+    """The chains of every block, and the one that is being run."""
+
+    def __init__(self, everything: bool, modules: Sequence[str]) -> None:
+        self.everything = everything
+        self.modules = modules
+        self._swaps: dict[torch.device, Swap] = {}
+        self._histories: weakref.WeakKeyDictionary[Any, History] = weakref.WeakKeyDictionary()
+        self.chains: list[Chain] = []
+        """Of the blocks whose forward pass is running, the innermost last."""
+        self.groups: list[AbstractContextManager[None]] = []
+        """Of the modules whose forward pass is running."""
+
+    def history(self, block: torch.nn.Module) -> History | None:
+        """None without parameters: there is no layer."""
+        if block not in self._histories:
+            first = next(block.parameters(), None)
+            if first is None:
+                return None
+            if first.device not in self._swaps:
+                self._swaps[first.device] = Swap(first.device, min_bytes=MIN_BYTES)
+            swap = self._swaps[first.device]
+            rate = None if self.everything else functools.partial(_rate, swap)
+            self._histories[block] = History(swap, len(self.modules), rate)
+        return self._histories[block]
+
+
+ON: list[Swapping] = []
+"""One, while the feature is on."""
+
+
+def _rate(swap: Swap) -> float:
+    """Bytes per second of the link, the slower way; none that is free where the host is the device."""
+    return 0.0 if swap.lanes.shares_host_memory else min(measure_copies(swap.device))
+
+
+def swapping(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``TransformerBlock.forward``, of which each call is a chain."""
+
+    @functools.wraps(forward)
+    def forward_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        (on,) = ON
+        history = on.history(self) if torch.is_grad_enabled() else None
+        if history is None:
+            return forward(self, *args, **kwargs)
+        chain = history.chain()
+        on.chains.append(chain)
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            on.chains.pop()
+            if history.close(chain):
+                _tell(history)
+
+    return forward_
+
+
+def _tell(history: History) -> None:
+    assert history.plan is not None
+    if not any(history.plan):
+        _log.warning("swap_attention: no copy hides behind the kernels here; nothing is swapped")
+        return
+    swapped = sum(n for n, chosen in zip(history.sizes, history.plan, strict=True) if chosen)
+    _log.info(
+        "swap_attention: %d of %d modules are swapped, %.1f of %.1f MiB of a micro-batch",
+        sum(history.plan),
+        len(history.plan),
+        swapped / 2**20,
+        sum(history.sizes) / 2**20,
+    )
+
+
+def choosing(init: Callable[..., None]) -> Callable[..., None]:
+    """``TransformerLayer.__init__``: the chosen modules are groups of the chain that runs them."""
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        for name in ON[0].modules:
+            module = getattr(self, MODULES[name])
+            module.register_forward_pre_hook(_enter)
+            module.register_forward_hook(_leave, always_call=True)
+
+    return __init__
+
+
+def _enter(module: torch.nn.Module, args: Any) -> None:
+    if not ON:
+        return
+    chains = ON[0].chains
+    group = chains[-1].group(module.parameters()) if chains else nullcontext()
+    group.__enter__()
+    ON[0].groups.append(group)
+
+
+def _leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+    if ON:
+        ON[0].groups.pop().__exit__(None, None, None)
+
+
+def parse_extent(given: Any) -> bool:
+    """Whether all is swapped."""
+    words = given if isinstance(given, list | tuple) else [given]
+    if list(words) not in ([], ["all"]):
+        raise ValueError(f"{given!r}: give `all`, or nothing, for what hides")
+    return "all" in words
+
+
+def parse_modules(given: Any) -> tuple[str, ...]:
+    """Names, separated by commas or spaces."""
+    words = given if isinstance(given, list | tuple) else [given]
+    names = [name for word in words for name in str(word).replace(",", " ").split()]
+    for name in names:
+        if name not in MODULES:
+            raise ValueError(f"{name!r} is none of {', '.join(MODULES)}")
+    if not names:
+        raise ValueError(f"no module: give some of {', '.join(MODULES)}")
+    return tuple(name for name in MODULES if name in names)
+
+
+def switch_on(value: bool, modules: Sequence[str]) -> Callable[[], None]:
+    ON.append(Swapping(value, modules))
+    return ON.clear
+
+
+FEATURE = Feature(
+    name="swap_attention",
+    summary="keep what attention saves for its backward pass in host memory, as far as the copies hide",
+    preset=None,
+    numerics="bit-identical",
+    megatron=SUPPORTED_RANGE,
+    conflicts={
+        "fine_grained_activation_offloading": "both move what attention saves",
+    },
+    settings=(
+        Setting(
+            name="",
+            metavar="all",
+            summary="all: whether or not the copies hide",
+            parse=parse_extent,
+            default=False,
+            many=True,
+        ),
+        Setting(
+            name="modules",
+            metavar="MODULE,...",
+            summary=f"of {', '.join(MODULES)} (default: all three)",
+            parse=parse_modules,
+            default=tuple(MODULES),
+        ),
+    ),
+    switch_on=switch_on,
+    patches=(
+        Patch(
+            target="megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+            replacement=f"{_HERE}:choosing",
+            how="wrap",
+            why="The modules whose saved tensors are swapped are known when a layer is built.",
+        ),
+        Patch(
+            target="megatron.core.transformer.transformer_block:TransformerBlock.forward",
+            replacement=f"{_HERE}:swapping",
+            how="wrap",
+            why="One forward pass through a block is what its backward pass will go through.",
+        ),
+    ),
+)
