@@ -228,9 +228,9 @@ class _Frame:
             )
         saved: list[Tensor] = []
 
-        def record(tensor: Tensor) -> Tensor:
-            saved.append(tensor)
-            return tensor
+        def record(tensor: Tensor) -> None:
+            # without its graph, which would hold it: nobody runs that backward
+            saved.append(tensor if tensor.is_leaf else tensor.detach())
 
         with (
             self._generators(),
