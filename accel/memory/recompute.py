@@ -183,6 +183,10 @@ class _Saved:
     def unpack(self) -> Tensor:
         return self.frame.saved_tensor(self.number)
 
+    def __del__(self) -> None:
+        """The operation's backward has run, and nobody retains the graph."""
+        self.frame.drop(self.number)
+
 
 class _Frame:
     """What a second call needs, and what it found."""
@@ -199,7 +203,7 @@ class _Frame:
         self._generators = generators()
         self._autocast = _autocast_of(self.tensors())
         self._count = 0
-        self._saved: list[Tensor] | None = None
+        self._saved: list[Tensor | None] | None = None
         self.outputs: list[_Emptied | None] = []
 
     def tensors(self) -> list[Tensor]:
@@ -213,7 +217,13 @@ class _Frame:
     def saved_tensor(self, number: int) -> Tensor:
         self._recompute()
         assert self._saved is not None
-        return self._saved[number]
+        tensor = self._saved[number]
+        assert tensor is not None
+        return tensor
+
+    def drop(self, number: int) -> None:
+        if self._saved is not None:
+            self._saved[number] = None
 
     def fill(self, grad: Tensor) -> None:
         """The hook on what consumers made of the outputs."""
@@ -226,7 +236,7 @@ class _Frame:
             raise RuntimeError(
                 "an input that is needed to recompute an output was modified in place after it was used"
             )
-        saved: list[Tensor] = []
+        saved: list[Tensor | None] = []
 
         def record(tensor: Tensor) -> None:
             # without its graph, which would hold it: nobody runs that backward
@@ -251,6 +261,12 @@ class _Frame:
             if emptied is not None:
                 emptied.fill(tensor)
         self._saved = saved
+        # the hooks of the graph hold the frame for as long as anybody holds what the graph made
+        self.outputs, self._args, self._function = [], (), _never
+
+
+def _never(*args: Any) -> Any:
+    raise AssertionError("a recomputation runs once")
 
 
 def _detached(value: Any) -> Any:

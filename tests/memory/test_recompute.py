@@ -342,3 +342,25 @@ def test_operations_that_save_their_results_leave_nothing_behind() -> None:
         del call, y, z
         sizes.append(memory.memory_allocated())
     assert sizes[1:] == sizes[:1] * 2
+
+
+@pytest.mark.usefixtures("counted")
+def test_what_was_computed_again_is_let_go_while_the_result_is_held() -> None:
+    """The graph, and its hooks, live as long as anybody holds what it made."""
+    x = leaf(64, 64)
+    held = []
+    for freed in (False, True):
+        before = memory.memory_allocated()
+        calls, outputs = [], [x * 1]
+        for _ in range(4):
+            call = Recomputed()
+            y = call(lambda x: x.exp().sigmoid(), outputs[-1]) if freed else outputs[-1].exp()
+            z = y * y
+            if freed:
+                call.free(z)
+            calls.append(call)
+            outputs = [z]
+        z.sum().backward()
+        del y, outputs, call
+        held.append(memory.memory_allocated() - before)
+    assert held[1] <= held[0] + 1024
