@@ -101,16 +101,18 @@ class Chain:
         Args:
             keep: tensors that stay on the device: a module's parameters.
         """
-        if not torch.is_grad_enabled() or recompute.is_running():
-            yield  # saved by an outer call, or to be saved by nobody
+        if not torch.is_grad_enabled():
+            yield
             return
         number = len(self._groups)
         earlier = self._groups[-self.depth] if number >= self.depth else None
         group = _Group(self, earlier, self._wanted(number), {_storage(t) for t in keep})
         self._groups.append(group)
         self.sizes.append(0)
+        hooks = saved_tensors_hooks(group.pack, _Saved.unpack)
         try:
-            with saved_tensors_hooks(group.pack, _Saved.unpack):
+            # what a recomputation's function saves is packed there: the group is empty
+            with contextlib.nullcontext() if recompute.is_running() else hooks:
                 yield
         finally:
             self.sizes[number] = group.num_bytes
@@ -207,8 +209,10 @@ class _Group:
         self._begun = True
         self.fetch()
         earlier = self._earlier
-        if earlier is not None:
+        while earlier is not None:
             earlier.fetch()
+            # nobody unpacks what an empty group saved, so nobody else fetches for it
+            earlier = earlier._earlier if not earlier._copies else None
 
     def fetch(self) -> None:
         for reference in reversed(self._copies):

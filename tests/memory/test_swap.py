@@ -369,6 +369,7 @@ def test_with_recomputation_inside_and_around() -> None:
         call.free(out)
         chain.close()
         assert lanes.count == 0  # y and z are freed, and the product is held by `inner`
+        assert [bool(size) for size in chain.sizes] == [False, False]  # but both are counted
         out.sum().backward()
         assert x.grad is not None
         assert weight.grad is not None
