@@ -59,6 +59,7 @@ class Setting:
     """From what was typed, a word or a list of words, or what a program passed; a ``ValueError`` says what is
     allowed."""
     default: Any = None
+    """None for the feature's own flag: it needs a value."""
     many: bool = False
     """Whether any number of words may follow the flag, none too."""
 
@@ -184,8 +185,10 @@ def read_settings(choices: Sequence[Choice], given: Mapping[str, Any]) -> dict[s
             flag = setting.flag(feature.name)
             if choice.asked == "no" and setting.name and value is not None:
                 raise ValueError(f"{flag} {value} does nothing without {feature.flag}")
+            absent = value is None or (not setting.name and isinstance(value, bool))
+            if absent and not setting.name and setting.default is None and choice.asked == "flag":
+                raise ValueError(f"{flag} needs a value: {setting.metavar}")
             try:
-                absent = value is None or (not setting.name and isinstance(value, bool))
                 parsed = setting.default if absent else setting.parse(value)
             except ValueError as error:
                 raise ValueError(f"{flag}: {error}") from None

@@ -94,6 +94,16 @@ def recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward_
 
 
+MLP_FORWARD = Patch(
+    target="megatron.core.transformer.mlp:MLP.forward",
+    replacement=f"{_HERE}:recomputing",
+    how="wrap",
+    expects=("self", "hidden_states", "per_token_scale", "kwargs"),
+    sources=dict.fromkeys(SUPPORTED_MEGATRON, "801325ddbf01"),
+    why="Upstream keeps the output of the activation; what follows fc2 there is repeated here.",
+)
+"""For features that mark MLPs."""
+
 FEATURE = Feature(
     name="recompute_activation",
     summary="free the output of an MLP's activation until the backward pass, and compute it again there",
@@ -104,13 +114,6 @@ FEATURE = Feature(
     switch_on=LAYERS.switch_on,
     patches=(
         when_a_layer_is_built(f"{_HERE}:choosing"),
-        Patch(
-            target="megatron.core.transformer.mlp:MLP.forward",
-            replacement=f"{_HERE}:recomputing",
-            how="wrap",
-            expects=("self", "hidden_states", "per_token_scale", "kwargs"),
-            sources=dict.fromkeys(SUPPORTED_MEGATRON, "801325ddbf01"),
-            why="Upstream keeps the output of the activation; what follows fc2 there is repeated here.",
-        ),
+        MLP_FORWARD,
     ),
 )

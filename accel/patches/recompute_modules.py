@@ -87,15 +87,15 @@ def no_leaves(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     return checkpoint_
 
 
-def recompute_norms(layer: Any) -> None:
+def recompute_norms(layer: Any, on: bool = True) -> None:
     """Have a ``TransformerLayer`` free what its norms gave, be they modules or parts of linear layers."""
     from megatron.core.transformer.identity_op import IdentityOp
 
-    layer.recompute_input_layernorm = not isinstance(layer.input_layernorm, IdentityOp)
-    layer.recompute_pre_mlp_layernorm = not isinstance(layer.pre_mlp_layernorm, IdentityOp)
+    layer.recompute_input_layernorm = on and not isinstance(layer.input_layernorm, IdentityOp)
+    layer.recompute_pre_mlp_layernorm = on and not isinstance(layer.pre_mlp_layernorm, IdentityOp)
     for module in layer.modules():
         if isinstance(module, LayerNormLinear):
-            module.recompute_norm = True
+            module.recompute_norm = on
 
 
 def in_linear_layers_too(init: Callable[..., None]) -> Callable[..., None]:

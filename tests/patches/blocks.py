@@ -38,19 +38,25 @@ def block(layers: int = 4, spec: dict[str, Any] | None = None, **config: Any) ->
     return TransformerBlock(TransformerConfig(**given), layer)
 
 
-def gradients(module: Any, seed: int = 2) -> tuple[list[Tensor], int]:
-    """Output, gradients of input and parameters, and the bytes that are held between forward and backward."""
+def gradients(module: Any, seed: int = 2, buffers: bool = False) -> tuple[list[Tensor], int]:
+    """Output, gradients of input and parameters, and the bytes that are held between forward and backward.
+
+    With `buffers` the parameters' gradients keep their memory, as those in Megatron's buffers do, and are
+    those that are returned.
+    """
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(TOKENS, 1, HIDDEN, generator=draw).requires_grad_()
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    module.zero_grad(set_to_none=not buffers)
     before = memory.memory_allocated()
     output = module(x, mask)
     held = memory.memory_allocated() - before
     output.square().sum().backward()
     assert x.grad is not None
     found = [p.grad for p in module.parameters() if p.grad is not None]
-    module.zero_grad()
+    if not buffers:
+        module.zero_grad()
     return [output.detach(), x.grad, *found], held

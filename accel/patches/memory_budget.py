@@ -1,0 +1,479 @@
+"""Each layer keeps its activations or computes them again, whichever a budget of memory allows.
+
+``--accel-memory-budget 20`` is 20 GiB of each rank's device, as PyTorch counts what is allocated at the peak
+of the forward and backward passes. Training begins with every layer computed again as a whole, so that it
+fits if anything does. There each layer is measured: the bytes and the time of its norms, its activation, its
+core attention, and all of it. When the optimizer's states are there, an integer program
+(``accel/memory/planner.py``) gives each layer one choice, so that the peak meets the budget and the least
+time is added; the table of choices is printed, and after ten iterations what was predicted beside what came.
+
+Ranks of one pipeline stage decide alike, by the largest of their figures. A budget that no choice meets is
+told, with the bytes that are missing and what would save them, and training goes on with the choice that
+saves most. Losses are those of stock, bit for bit, whatever is chosen.
+
+What is not known to the plan: swapping, layers of other kinds (Mamba), micro-batches of other shapes than the
+second, and an optimizer step that takes more than the passes do. The peak that PyTorch reports
+(``max_memory_allocated``) begins anew in the iterations that are measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.feature import Feature, Setting
+from accel.layers.linear import LayerNormLinear
+from accel.memory.layer_costs import WHOLE, Costs, Span, evened, measure, options_of, parts_of
+from accel.memory.planner import CannotMeet, Layer, Plan, choose, table
+from accel.memory.recompute import Recomputed
+from accel.patches import recompute_activation
+from accel.patches._kernels import kernel_missing
+from accel.patches.recompute_modules import megatrons_generators, recompute_norms
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE
+
+_HERE = "accel.patches.memory_budget"
+_GIB = 1 << 30
+NORMS, ACTIVATION, ATTENTION = "norms", "activation", "core attention"
+PARTS = (NORMS, ACTIVATION, ATTENTION)
+TOLD_AT = 10
+"""The iteration after which prediction and measurement are compared."""
+
+
+class Measured:
+    """One layer: what it costs, and what it does."""
+
+    def __init__(self) -> None:
+        self.costs: Costs | None = None
+        self.whole = True
+        """Whether the layer is computed again as a whole."""
+        self.calls = 0
+        self.outstanding = 0
+        self.in_flight = 0
+        """The largest number of forward passes whose backward pass had not begun."""
+
+
+@dataclass
+class Passes:
+    """The forward and backward passes of one iteration."""
+
+    began: float
+    forward_peak: int | None = None
+    """Bytes, when the first layer's backward pass began."""
+    measured: bool = False
+    """Whether a layer was timed, which stops the host."""
+    peak: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Peaks if every layer kept everything, in bytes."""
+
+    forward: int
+    """Until the first layer's backward pass begins: the loss is there, and no layer's workspace."""
+    backward: int
+    """In the layers' backward passes."""
+
+    def peak(self, plan: Plan) -> int:
+        return max(self.forward - plan.saved - plan.workspace, self.backward - plan.saved)
+
+    def choose(self, layers: Sequence[Layer], budget: int, in_flight: int) -> Plan:
+        """The fastest plan of those that meet the budget in the one peak, in the other, or in both as one.
+
+        Raises:
+            CannotMeet: none of them meets it in both.
+        """
+        bare = [
+            replace(layer, options=tuple(replace(o, workspace=0) for o in layer.options))
+            for layer in layers
+        ]
+        for problem, needed in (
+            (layers, self.backward - budget),
+            (bare, self.forward - budget),
+            (layers, max(self.forward, self.backward) - budget),
+        ):
+            plan = choose(problem, needed, in_flight)
+            names = zip(layers, plan.choices, strict=True)
+            whole = [next(o for o in x.options if o.name == c.name) for x, c in names]
+            workspace = max(option.workspace for option in whole)
+            saved = in_flight * sum(option.saved for option in whole) - workspace
+            plan = Plan(tuple(whole), saved, plan.seconds, workspace)
+            if self.peak(plan) <= budget:
+                break
+        return plan
+
+
+class Planner:
+    """Layers in the order in which they ran first, and the plan as soon as there is one."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.budget = num_bytes
+        self.layers: weakref.WeakKeyDictionary[Any, Measured] = weakref.WeakKeyDictionary()
+        self.iteration = 0
+        self.passes: Passes | None = None
+        self.plan: Plan | None = None
+        self.predicted = (0, 0.0)
+        """Peak in bytes, and seconds of the passes of an iteration."""
+
+    # --- one iteration
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The forward and backward passes of an iteration."""
+        self.iteration += 1
+        if self.plan is not None and self.iteration != TOLD_AT:
+            yield
+            return
+        for measured in self.layers.values():
+            measured.outstanding = 0  # of a graph that nobody ran backward
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.passes = passes = Passes(time.perf_counter())
+        try:
+            yield
+        finally:
+            self.passes = None
+        torch.cuda.synchronize()
+        passes.peak = torch.cuda.max_memory_allocated()
+        passes.seconds = time.perf_counter() - passes.began
+        if self.plan is not None:
+            self._compare(passes)
+        else:
+            unknown = any(measured.costs is None for measured in self.layers.values())
+            if not _anywhere(unknown or passes.measured or self.iteration == 1):
+                self._decide(passes)
+
+    def run(self, layer: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A layer's forward pass."""
+        measured = self.layers.setdefault(layer, Measured())
+        if not measured.whole:
+            return forward(layer, *args, **kwargs)
+        measured.calls += 1
+        measured.outstanding += 1
+        measured.in_flight = max(measured.in_flight, measured.outstanding)
+        timed = measured.costs is None and measured.calls > 1
+        times = 0
+
+        def again(*inputs: Any) -> Any:
+            nonlocal times
+            times += 1
+            given = dict(zip(kwargs, inputs[len(args) :], strict=True))
+            if times == 1:
+                return forward(layer, *inputs[: len(args)], **given)
+            measured.outstanding -= 1
+            if self.passes is not None and self.passes.forward_peak is None:
+                self.passes.forward_peak = torch.cuda.max_memory_allocated()
+            if not timed:
+                return forward(layer, *inputs[: len(args)], **given)
+            device = next(layer.parameters()).device
+            with measure(device, spans(layer)) as costs:
+                outputs = forward(layer, *inputs[: len(args)], **given)
+            costs.num_bytes -= _bytes_of(outputs)
+            measured.costs = costs
+            if self.passes is not None:
+                self.passes.measured = True
+            return outputs
+
+        return Recomputed(megatrons_generators)(again, *args, *kwargs.values())
+
+    # --- the plan
+
+    def _decide(self, passes: Passes) -> None:
+        layers = list(self.layers.items())
+        rows = [_row(measured) for _, measured in layers]
+        peak, forward_peak, rows = _largest(passes.peak, passes.forward_peak or passes.peak, rows)
+        costs = evened([_costs(row) for row in rows])
+        problem = [
+            options_of(str(layer.layer_number), cost)
+            for (layer, _), cost in zip(layers, costs, strict=True)
+        ]
+        in_flight = max([int(row[0]) for row in rows], default=1)
+        everything = in_flight * sum(cost.num_bytes for cost in costs)
+        # all are computed again: in the backward passes one of them was there as a whole
+        workspace = max([cost.num_bytes for cost in costs], default=0)
+        kept = Kept(forward_peak + everything, peak - workspace + everything)
+        lines = [
+            f"{self.budget / _GIB:.3f} GiB asked, {max(astuple(kept)) / _GIB:.3f} GiB if all is kept"
+        ]
+        if not problem:  # a stage without layers
+            self.plan = Plan((), 0, 0.0, 0)
+            self.predicted = peak, passes.seconds
+            return
+        try:
+            plan = kept.choose(problem, self.budget, in_flight)
+        except CannotMeet as error:
+            plan = error.best
+            lines.append(
+                f"{error.short / _GIB:.3f} GiB cannot be saved: {_advice(error.short, layers)}"
+            )
+        self.plan = plan
+        for (layer, measured), choice in zip(layers, plan.choices, strict=True):
+            measured.whole = choice.name == WHOLE
+            switch(layer, parts_of(choice.name))
+        turns = max((measured.calls for _, measured in layers), default=0) / self.iteration
+        saved = turns * (sum(cost.seconds for cost in costs) - plan.seconds)
+        self.predicted = kept.peak(plan), max(0.0, passes.seconds - saved)
+        lines.append(
+            f"predicted: {self.predicted[0] / _GIB:.3f} GiB, {1e3 * self.predicted[1]:.1f} ms for the passes"
+        )
+        _say([*lines, *table(problem, plan).splitlines()])
+
+    def _compare(self, passes: Passes) -> None:
+        peak, seconds = self.predicted
+        _say(
+            [
+                f"iteration {TOLD_AT}: {passes.peak / _GIB:.3f} GiB ({peak / _GIB:.3f} predicted), "
+                f"{1e3 * passes.seconds:.1f} ms for the passes ({1e3 * seconds:.1f} predicted)"
+            ]
+        )
+
+
+ON: list[Planner] = []
+"""One, while the feature is on."""
+
+
+def spans(layer: Any) -> list[Span]:
+    """The parts of a ``TransformerLayer`` that it can compute again."""
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP
+
+    found = []
+    for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
+        if not isinstance(norm, IdentityOp):
+            found.append(Span(NORMS, _before(norm), _behind(norm)))
+    for module in layer.modules():
+        if isinstance(module, LayerNormLinear):
+            found.append(Span(NORMS, *_around_norm(module)))
+        if isinstance(module, MLP):
+            found.append(Span(ACTIVATION, _behind(module.linear_fc1), _before(module.linear_fc2)))
+    core = getattr(layer.self_attention, "core_attention", None)
+    if core is not None and hasattr(layer.self_attention, "checkpoint_core_attention"):
+        # the output is kept: the projection behind needs it
+        found.append(Span(ATTENTION, _before(core), _behind(core, _bytes_of)))
+    return found
+
+
+def _before(module: torch.nn.Module) -> Callable[[Callable[[int], None]], Any]:
+    return lambda call: module.register_forward_pre_hook(lambda *_: call(0))
+
+
+def _behind(
+    module: torch.nn.Module, kept: Callable[[Any], int] = lambda output: 0
+) -> Callable[[Callable[[int], None]], Any]:
+    return lambda call: module.register_forward_hook(lambda _, args, output: call(kept(output)))
+
+
+def _around_norm(module: LayerNormLinear) -> tuple[Any, Any]:
+    """The norm of a linear layer is a method, called once in each forward pass."""
+    calls: list[Callable[[int], None]] = []
+
+    def timed(x: Tensor) -> Tensor:
+        begins, ends = calls
+        begins(0)
+        y = LayerNormLinear._norm(module, x)
+        ends(0)
+        return y
+
+    class Handle:
+        def remove(self) -> None:
+            vars(module).pop("_norm", None)
+
+    def add(call: Callable[[int], None]) -> Handle:
+        calls.append(call)
+        vars(module)["_norm"] = timed
+        return Handle()
+
+    return add, add
+
+
+def switch(layer: Any, parts: frozenset[str]) -> None:
+    """Have a layer compute these parts again, and no others."""
+    from megatron.core.transformer.mlp import MLP
+
+    recompute_norms(layer, NORMS in parts)
+    for module in layer.modules():
+        if isinstance(module, MLP):
+            setattr(module, recompute_activation.MARK, ACTIVATION in parts)
+    if hasattr(layer.self_attention, "checkpoint_core_attention"):
+        layer.self_attention.checkpoint_core_attention = ATTENTION in parts
+
+
+def _row(measured: Measured) -> list[float]:
+    assert measured.costs is not None
+    parts = [measured.costs.parts.get(part, (0, 0.0)) for part in PARTS]
+    flat = [float(value) for cost in parts for value in cost]
+    return [
+        float(measured.in_flight),
+        float(measured.costs.num_bytes),
+        measured.costs.seconds,
+        *flat,
+    ]
+
+
+def _costs(row: Sequence[float]) -> Costs:
+    parts = {part: (int(row[3 + 2 * n]), row[4 + 2 * n]) for n, part in enumerate(PARTS)}
+    return Costs(int(row[1]), row[2], parts)
+
+
+def _bytes_of(outputs: Any) -> int:
+    found = outputs if isinstance(outputs, tuple) else (outputs,)
+    return sum(t.untyped_storage().nbytes() for t in found if isinstance(t, Tensor))
+
+
+def _device() -> torch.device:
+    return torch.empty(0, device=torch.cuda.current_device()).device
+
+
+def _anywhere(here: bool) -> bool:
+    """Whether it is so on any rank."""
+    if not torch.distributed.is_initialized():
+        return here
+    found = torch.tensor(float(here), device=_device())
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return bool(found)
+
+
+def _largest(
+    peak: int, forward_peak: int, rows: list[list[float]]
+) -> tuple[int, int, list[list[float]]]:
+    """Of the ranks of this pipeline stage, so that they decide alike."""
+    if not torch.distributed.is_initialized():
+        return peak, forward_peak, rows
+    from megatron.core import parallel_state
+
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    width = 3 + 2 * len(PARTS)
+    count = torch.tensor(len(rows), device=_device())
+    torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
+    mine = torch.zeros(int(count) + 1, width, dtype=torch.float64, device=_device())
+    mine[0, :3] = torch.tensor([stage, peak, forward_peak], dtype=torch.float64)
+    if rows:
+        mine[1 : 1 + len(rows)] = torch.tensor(rows, dtype=torch.float64)
+    everyone = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(everyone, mine)
+    same = torch.stack([each for each in everyone if int(each[0, 0]) == stage]).amax(0)
+    return int(same[0, 1]), int(same[0, 2]), same[1 : 1 + len(rows)].tolist()
+
+
+def _advice(short: int, layers: Sequence[tuple[Any, Measured]]) -> str:
+    """The cheapest thing that would save so many bytes."""
+    numel = sum(p.numel() for layer, _ in layers for p in layer.parameters())
+    if 2 * numel >= short:
+        return "--accel-shared-weights would"
+    if 12 * numel >= short:
+        return f"--accel-host-optimizer would ({12 * numel / _GIB:.2f} GiB of these layers)"
+    return "more tensor or pipeline parallelism would, or a smaller micro-batch"
+
+
+def _say(lines: Sequence[str]) -> None:
+    """On the first rank of each pipeline stage."""
+    stage = 0
+    if torch.distributed.is_initialized():
+        from megatron.core import parallel_state
+
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
+        if not first or parallel_state.get_data_parallel_rank(with_context_parallel=True):
+            return
+    for line in lines:
+        print(f"accel: memory_budget, stage {stage}: {line}", flush=True)
+
+
+def planned(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``TransformerLayer.forward``, as a whole or as the plan has it."""
+
+    @functools.wraps(forward)
+    def forward_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or not self.training:
+            return forward(self, *args, **kwargs)
+        return ON[0].run(self, forward, args, kwargs)
+
+    return forward_
+
+
+def watching(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    """``train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config,
+    forward_backward_func, ...)``."""
+
+    @functools.wraps(train_step)
+    def train_step_(*args: Any, **kwargs: Any) -> Any:
+        name, position = "forward_backward_func", 6
+        passes = kwargs[name] if name in kwargs else args[position]
+
+        @functools.wraps(passes)
+        def watched(*inner: Any, **options: Any) -> Any:
+            with ON[0].watched():
+                return passes(*inner, **options)
+
+        if name in kwargs:
+            return train_step(*args, **{**kwargs, name: watched})
+        return train_step(*args[:position], watched, *args[position + 1 :], **kwargs)
+
+    return train_step_
+
+
+def parse_budget(given: Any) -> int:
+    """Bytes from GiB."""
+    try:
+        num_bytes = -1.0 if isinstance(given, bool) else float(given) * _GIB
+    except (TypeError, ValueError):
+        num_bytes = -1.0
+    if not 1 <= num_bytes < float("inf"):
+        raise ValueError(f"{given!r} is no budget: give GiB of device memory above 0")
+    return int(num_bytes)
+
+
+def switch_on(value: int) -> Callable[[], None]:
+    ON.append(Planner(value))
+    return ON.clear
+
+
+FEATURE = Feature(
+    name="memory_budget",
+    summary="recompute of each layer what it takes to meet so many GiB at the least time",
+    preset=None,
+    numerics="bit-identical",
+    megatron=SUPPORTED_RANGE,
+    requires=("recompute_modules",),
+    unavailable=kernel_missing,
+    conflicts={
+        "recompute_granularity": "the plan says what is computed again",
+        "recompute_norm": "the plan says what is computed again",
+        "recompute_activation": "the plan says what is computed again",
+        "swap_attention": "the plan does not know what is swapped",
+        "fine_grained_activation_offloading": "the plan does not know what is moved",
+    },
+    settings=(
+        Setting(
+            name="",
+            metavar="GiB",
+            summary="GiB of each rank's device memory",
+            parse=parse_budget,
+        ),
+    ),
+    switch_on=switch_on,
+    patches=(
+        recompute_activation.MLP_FORWARD,
+        Patch(
+            target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
+            replacement=f"{_HERE}:planned",
+            how="wrap",
+            why="A layer is computed again as a whole, or parts of it, as the plan has it.",
+        ),
+        Patch(
+            target="megatron.training.training:train_step",
+            replacement=f"{_HERE}:watching",
+            how="wrap",
+            why="The peak and the time of the passes are those of an iteration.",
+        ),
+    ),
+)

@@ -1,0 +1,172 @@
+"""`--accel-memory-budget`: gradients of stock whatever is chosen, and the peak that was asked for."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from accel.device.cpu import memory
+from accel.feature import Context, choose, read_settings
+from accel.memory.layer_costs import WHOLE
+from accel.patches import memory_budget
+from tests.ops.contract import needs_native
+
+from .blocks import block, gradients
+from .test_fused_adamw import one_rank
+from .test_recompute_modules import BIASES, MOE
+
+LAYERS = 4
+_GIB = 1 << 30
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dense": ({}, {}),
+    "biases": ({}, BIASES),
+    "moe": ({"num_experts": 4, "moe_grouped_gemm": True}, MOE),
+}
+
+
+def train(module: Any, iterations: int, expected: Any = None) -> None:
+    """Two micro-batches in each iteration, whose gradients are compared with what is expected."""
+    for iteration in range(iterations):
+        with memory_budget.ON[0].watched():
+            for number in range(2):
+                seed = 10 * iteration + number
+                found = gradients(module, seed, buffers=True)[0]
+                assert expected is None or all(map(torch.equal, found, expected[seed]))
+                del found
+
+
+def peak_of(module: Any) -> int:
+    gradients(module, 98, buffers=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = memory.memory_allocated()
+    gradients(module, 99, buffers=True)
+    return torch.cuda.max_memory_allocated() - before
+
+
+@needs_native
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.5])
+def test_the_peak_is_within_the_budget_and_gradients_are_stocks(
+    kind: str,
+    share: float,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The budget: what everything computed again takes, and that share of what keeping all adds."""
+    spec, config = MODELS[kind]
+    seeds = [10 * iteration + number for iteration in range(10) for number in range(2)]
+    with one_rank():
+        module = block(LAYERS, spec, **config)
+        kept = peak_of(module)
+        whole = {"recompute_granularity": "full", "recompute_method": "uniform"}
+        module = block(LAYERS, spec, **config, **whole, recompute_num_layers=1)
+        least = peak_of(module)
+        expected = {seed: gradients(module, seed)[0] for seed in seeds}
+    budget = int(least + (0.2 + share) * (kept - least))
+    passes: list[Any] = []
+    monkeypatch.setattr(memory_budget.Planner, "_compare", lambda _, found: passes.append(found))
+    with one_rank(memory_budget=1.0):
+        module = block(LAYERS, spec, **config)
+        gradients(module, buffers=True)
+        gc.collect()  # the other models
+        on = memory_budget.ON[0]
+        on.budget += memory.memory_allocated() + budget - _GIB
+        train(module, 10, expected)
+        plan = on.plan
+    assert plan is not None
+    names = {choice.name for choice in plan.choices}
+    assert (names == {"keep"}) == (share > 1)
+    assert (WHOLE in names) or share > 0
+    layer = (kept - least) / (LAYERS - 1)
+    assert passes[0].peak <= on.budget + 0.25 * layer
+    assert passes[0].peak == pytest.approx(on.predicted[0], abs=0.8 * layer)
+    told = capsys.readouterr().out
+    assert "GiB if all is kept" in told
+    assert "cannot be saved" not in told
+
+
+@needs_native
+def test_a_budget_that_nothing_meets_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with one_rank(memory_budget=1e-6):
+        module = block(2)
+        train(module, 3)
+        plan = memory_budget.ON[0].plan
+    assert plan is not None
+    assert [choice.name for choice in plan.choices] == [WHOLE, WHOLE]
+    told = capsys.readouterr().out
+    assert "cannot be saved: " in told
+    assert "would" in told
+    assert "iteration 10:" not in told
+
+
+@needs_native
+def test_prediction_and_measurement_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with one_rank(memory_budget=1.0):
+        module = block(1)
+        train(module, 11)
+    assert capsys.readouterr().out.count("iteration 10: ") == 1
+
+
+@needs_native
+def test_evaluation_and_a_graph_that_nobody_needs() -> None:
+    with one_rank():
+        expected = gradients(block(2), 5)[0]
+    with one_rank(memory_budget=1.0):
+        module = block(2)
+        on = memory_budget.ON[0]
+        with torch.no_grad():
+            module.eval()(torch.randn(8, 1, 64), None)
+        module.train()
+        with on.watched():
+            module(torch.randn(8, 1, 64).requires_grad_(), None)
+        assert [measured.outstanding for measured in on.layers.values()] == [1, 1]
+        train(module, 3)
+        assert [measured.in_flight for measured in on.layers.values()] == [1, 1]
+        assert all(map(torch.equal, gradients(module, 5)[0], expected))
+
+
+@pytest.mark.parametrize(
+    ("short", "advice"),
+    [(100, "--accel-shared-weights"), (1000, "--accel-host-optimizer"), (9999, "parallelism")],
+)
+def test_the_cheapest_thing_that_would_meet_it(short: int, advice: str) -> None:
+    layer = SimpleNamespace(parameters=lambda: iter([torch.empty(100)]))
+    assert advice in memory_budget._advice(short, [(layer, memory_budget.Measured())])
+
+
+@pytest.mark.parametrize("value", ["much", "-1", "0", "inf", "nan", True])
+def test_a_budget_that_is_none(value: Any) -> None:
+    with pytest.raises(ValueError, match="is no budget"):
+        memory_budget.parse_budget(value)
+
+
+def test_it_wants_a_value() -> None:
+    context = Context("cpu", "0.19.2", SimpleNamespace(recompute_granularity=None))
+    asked = {"memory_budget": True}
+    choices = choose([memory_budget.FEATURE], "off", asked, context)
+    with pytest.raises(ValueError, match="GiB"):
+        read_settings(choices, asked)
+
+
+def test_other_recomputation_is_refused() -> None:
+    context = Context("cpu", "0.19.2", SimpleNamespace(recompute_granularity="full"))
+    with pytest.raises(ValueError, match="--recompute-granularity exclude each other"):
+        choose([memory_budget.FEATURE], "off", {"memory_budget": 1.0}, context)
+
+
+def test_the_step_is_found_by_name_and_by_place() -> None:
+    def train_step(*args: Any, forward_backward_func: Any = None, **kwargs: Any) -> Any:
+        return (forward_backward_func or args[6])(1, two=2)
+
+    def passes(one: int, two: int) -> tuple[int, int]:
+        return one, two
+
+    wrapped = memory_budget.watching(train_step)
+    with one_rank(memory_budget=1.0):
+        assert wrapped(forward_backward_func=passes) == (1, 2)
+        assert wrapped(*[None] * 6, passes) == (1, 2)
+        assert memory_budget.ON[0].iteration == 2
