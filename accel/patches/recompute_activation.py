@@ -110,6 +110,7 @@ FEATURE = Feature(
     preset=None,
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
+    benchmarks=("activation_memory",),
     settings=(NUM_LAYERS,),
     switch_on=LAYERS.switch_on,
     patches=(

@@ -27,6 +27,7 @@ FEATURE = Feature(
     preset=None,
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
+    benchmarks=("activation_memory",),
     requires=("recompute_modules",),
     settings=(NUM_LAYERS,),
     switch_on=LAYERS.switch_on,

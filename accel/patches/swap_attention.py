@@ -177,6 +177,7 @@ FEATURE = Feature(
     preset=None,
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
+    benchmarks=("activation_memory",),
     conflicts={
         "fine_grained_activation_offloading": "both move what attention saves",
     },
