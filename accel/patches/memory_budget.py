@@ -12,7 +12,8 @@ told, with the bytes that are missing and what would save them, and training goe
 saves most. Losses are those of stock, bit for bit, whatever is chosen.
 
 What is not known to the plan: swapping, layers of other kinds (Mamba), micro-batches of other shapes than the
-second, and an optimizer step that takes more than the passes do. The peak that PyTorch reports
+second, states of the optimizer that come after the first iteration (where fp16 skips steps), and an optimizer
+step that takes more than the passes do. The peak that PyTorch reports
 (``max_memory_allocated``) begins anew in the iterations that are measured.
 """
 
@@ -44,6 +45,8 @@ _HERE = "accel.patches.memory_budget"
 _GIB = 1 << 30
 NORMS, ACTIVATION, ATTENTION = "norms", "activation", "core attention"
 PARTS = (NORMS, ACTIVATION, ATTENTION)
+PATIENCE = 5
+"""Iterations until a layer whose backward pass never came, for it is frozen, is taken to keep nothing."""
 TOLD_AT = 10
 """The iteration after which prediction and measurement are compared."""
 
@@ -149,7 +152,8 @@ class Planner:
             self._compare(passes)
         else:
             unknown = any(measured.costs is None for measured in self.layers.values())
-            if not _anywhere(unknown or passes.measured or self.iteration == 1):
+            early = self.iteration == 1 or (unknown and self.iteration < PATIENCE)
+            if not _anywhere(early or passes.measured):
                 self._decide(passes)
 
     def run(self, layer: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -308,15 +312,10 @@ def switch(layer: Any, parts: frozenset[str]) -> None:
 
 
 def _row(measured: Measured) -> list[float]:
-    assert measured.costs is not None
-    parts = [measured.costs.parts.get(part, (0, 0.0)) for part in PARTS]
+    costs = measured.costs or Costs()
+    parts = [costs.parts.get(part, (0, 0.0)) for part in PARTS]
     flat = [float(value) for cost in parts for value in cost]
-    return [
-        float(measured.in_flight),
-        float(measured.costs.num_bytes),
-        measured.costs.seconds,
-        *flat,
-    ]
+    return [float(measured.in_flight), float(costs.num_bytes), costs.seconds, *flat]
 
 
 def _costs(row: Sequence[float]) -> Costs:

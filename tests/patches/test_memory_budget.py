@@ -129,6 +129,35 @@ def test_evaluation_and_a_graph_that_nobody_needs() -> None:
         assert all(map(torch.equal, gradients(module, 5)[0], expected))
 
 
+@needs_native
+def test_frozen_layers_that_nothing_runs_backward() -> None:
+    """Adapters in the last layer alone: the first has nothing to measure, and keeps nothing."""
+
+    def step(module: Any) -> torch.Tensor:
+        module.zero_grad()
+        module(torch.ones(8, 1, 64), None).square().sum().backward()
+        grad = module.layers[1].mlp.linear_fc1.weight.grad
+        assert grad is not None
+        return grad
+
+    def frozen() -> Any:
+        module = block(2, hidden_dropout=0.0, attention_dropout=0.0).requires_grad_(False)
+        module.layers[1].mlp.linear_fc1.weight.requires_grad_()
+        return module
+
+    with one_rank():
+        expected = step(frozen())
+    with one_rank(memory_budget=1.0):
+        module, on = frozen(), memory_budget.ON[0]
+        for _ in range(memory_budget.PATIENCE):
+            assert on.plan is None
+            with on.watched():
+                assert torch.equal(step(module), expected)
+        assert on.plan is not None
+        assert [choice.name for choice in on.plan.choices] == ["keep", "keep"]
+        assert torch.equal(step(module), expected)
+
+
 @pytest.mark.parametrize(
     ("short", "advice"),
     [(100, "--accel-shared-weights"), (1000, "--accel-host-optimizer"), (9999, "parallelism")],
