@@ -364,3 +364,16 @@ def test_what_was_computed_again_is_let_go_while_the_result_is_held() -> None:
         del y, outputs, call
         held.append(memory.memory_allocated() - before)
     assert held[1] <= held[0] + 1024
+
+
+def test_an_input_that_was_changed_in_place_is_an_error() -> None:
+    x = leaf(4, 4)
+    given = x * 1
+    call = Recomputed()
+    y = call(torch.exp, given)
+    z = y * y
+    call.free(z)
+    with torch.no_grad():
+        given.add_(1)
+    with pytest.raises(RuntimeError, match="modified in place after it was used"):
+        z.sum().backward()
