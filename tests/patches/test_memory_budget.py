@@ -82,7 +82,7 @@ def test_the_peak_is_within_the_budget_and_gradients_are_stocks(
     assert (names == {"keep"}) == (share > 1)
     assert (WHOLE in names) or share > 0
     layer = (kept - least) / (LAYERS - 1)
-    assert passes[0].peak <= on.budget + 0.25 * layer
+    assert passes[0].peak <= on.budget + 0.5 * layer  # temporaries of what is computed again
     assert passes[0].peak == pytest.approx(on.predicted[0], abs=0.8 * layer)
     told = capsys.readouterr().out
     assert "GiB if all is kept" in told
