@@ -71,11 +71,11 @@ class FirstLayers:
         return wrap
 
 
-def when_a_layer_is_built(replacement: str) -> Patch:
-    """The patch with such a wrapper, ``module:name``."""
+def when_a_layer_is_built(replacement: str, part: str) -> Patch:
+    """The patch with such a wrapper, ``module:name``, for a part of a layer."""
     return Patch(
         target="megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
         replacement=replacement,
         how="wrap",
-        why="A layer knows its number when it is built, and which layers recompute.",
+        why=f"A layer knows its number when it is built, and so whether it recomputes its {part}.",
     )

@@ -114,7 +114,7 @@ FEATURE = Feature(
     settings=(NUM_LAYERS,),
     switch_on=LAYERS.switch_on,
     patches=(
-        when_a_layer_is_built(f"{_HERE}:choosing"),
+        when_a_layer_is_built(f"{_HERE}:choosing", "activation"),
         MLP_FORWARD,
     ),
 )

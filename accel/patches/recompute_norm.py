@@ -31,5 +31,5 @@ FEATURE = Feature(
     requires=("recompute_modules",),
     settings=(NUM_LAYERS,),
     switch_on=LAYERS.switch_on,
-    patches=(when_a_layer_is_built("accel.patches.recompute_norm:choosing"),),
+    patches=(when_a_layer_is_built("accel.patches.recompute_norm:choosing", "norms"),),
 )
