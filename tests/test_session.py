@@ -58,13 +58,14 @@ def test_any_sequence_of_enable_and_disable_restores_identity() -> None:
             ),
         )
         def enable(self, preset: str, wishes: dict[str, bool | None]) -> None:
-            contradicts = any(
-                wishes.get(f.name) and wishes.get(needed) is False
-                for f in FEATURES
-                for needed in f.requires
+            asked = [f for f in FEATURES if wishes.get(f.name)]
+            refused = (
+                any(wishes.get(needed) is False for f in asked for needed in f.requires)
+                or any(wishes.get(other) for f in asked for other in f.conflicts)
+                or any(not s.name and s.default is None for f in asked for s in f.settings)
             )
-            if contradicts:
-                with pytest.raises(ValueError, match="turned off"):
+            if refused:
+                with pytest.raises(ValueError, match=r"turned off|exclude each other|needs a value"):
                     accel.enable(preset=preset, **wishes)
             else:
                 assert accel.enable(preset=preset, **wishes)["preset"] == preset
