@@ -20,8 +20,10 @@ def block(layers: int = 4, spec: dict[str, Any] | None = None, **config: Any) ->
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.transformer_block import TransformerBlock
 
+    destroy_moe_metrics_tracker()  # that of an earlier model, which may have had fewer layers
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
     llama = {
