@@ -65,7 +65,9 @@ def test_any_sequence_of_enable_and_disable_restores_identity() -> None:
                 or any(not s.name and s.default is None for f in asked for s in f.settings)
             )
             if refused:
-                with pytest.raises(ValueError, match=r"turned off|exclude each other|needs a value"):
+                with pytest.raises(
+                    ValueError, match=r"turned off|exclude each other|needs a value"
+                ):
                     accel.enable(preset=preset, **wishes)
             else:
                 assert accel.enable(preset=preset, **wishes)["preset"] == preset
