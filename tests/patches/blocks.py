@@ -16,10 +16,10 @@ TOKENS, HIDDEN = 128, 64
 
 
 def block(layers: int = 4, spec: dict[str, Any] | None = None, **config: Any) -> Any:
-    """A `TransformerBlock` of the local spec: a Llama's unless told otherwise."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    """A `TransformerBlock`: a Llama's of the local spec unless told otherwise."""
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.transformer_block import TransformerBlock
 
@@ -37,7 +37,11 @@ def block(layers: int = 4, spec: dict[str, Any] | None = None, **config: Any) ->
         "gradient_accumulation_fusion": False,
     }
     given = {"num_layers": layers, "hidden_size": HIDDEN, **llama, **config}
-    layer = get_gpt_layer_local_spec(normalization=given["normalization"], **(spec or {}))
+    if config.get("multi_latent_attention"):  # of which upstream's local attention knows nothing
+        layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**(spec or {}))
+        return TransformerBlock(MLATransformerConfig(**given), layer)
+    normalization = given["normalization"]
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(normalization=normalization, **(spec or {}))
     return TransformerBlock(TransformerConfig(**given), layer)
 
 

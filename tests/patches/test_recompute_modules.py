@@ -53,13 +53,17 @@ CASES: dict[str, tuple[list[str], dict[str, Any], int]] = {
         {**MOE, "moe_shared_expert_intermediate_size": 64},
         LAYERS * ACTIVATION,
     ),
+    "up projections of latent attention": (["mla_up_proj"], MLA, LAYERS * ACTIVATION),
+    "all of latent attention": (["layernorm", "mla_up_proj", "core_attn"], MLA, 0),
+    "activations of experts": (["moe_act"], MOE, LAYERS * TOKENS * 128 * 4),
 }
 """Modules, the model, and bytes that are freed at least."""
 
 
 def model(kind: dict[str, Any], **config: Any) -> Any:
     moe = {"num_experts": 4, "moe_grouped_gemm": True} if "num_moe_experts" in kind else {}
-    return block(LAYERS, moe, **kind, **config)
+    mla = {"multi_latent_attention": True} if "multi_latent_attention" in kind else {}
+    return block(LAYERS, moe | mla, **kind, **config)
 
 
 @needs_native
