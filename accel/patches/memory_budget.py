@@ -36,6 +36,7 @@ from accel.memory.layer_costs import WHOLE, Costs, Span, evened, measure, option
 from accel.memory.planner import CannotMeet, Layer, Plan, choose, table
 from accel.memory.recompute import Recomputed
 from accel.patches import recompute_activation
+from accel.patches._inner_masters import HOST, SHARED, WANTED
 from accel.patches._kernels import kernel_missing
 from accel.patches.recompute_modules import megatrons_generators, recompute_norms
 from accel.patching import Patch
@@ -105,11 +106,11 @@ class Kept:
             (layers, max(self.forward, self.backward) - budget),
         ):
             plan = choose(problem, needed, in_flight)
-            names = zip(layers, plan.choices, strict=True)
-            whole = [next(o for o in x.options if o.name == c.name) for x, c in names]
-            workspace = max(option.workspace for option in whole)
-            saved = in_flight * sum(option.saved for option in whole) - workspace
-            plan = Plan(tuple(whole), saved, plan.seconds, workspace)
+            pairs = zip(layers, plan.choices, strict=True)
+            chosen = [next(o for o in layer.options if o.name == c.name) for layer, c in pairs]
+            workspace = max(option.workspace for option in chosen)
+            saved = in_flight * sum(option.saved for option in chosen) - workspace
+            plan = Plan(tuple(chosen), saved, plan.seconds, workspace)
             if self.peak(plan) <= budget:
                 break
         return plan
@@ -364,12 +365,12 @@ def _largest(
 
 
 def _advice(short: int, layers: Sequence[tuple[Any, Measured]]) -> str:
-    """The cheapest thing that would save so many bytes."""
+    """The cheapest thing that is not on and would save so many bytes; of the optimizer, whole states."""
     numel = sum(p.numel() for layer, _ in layers for p in layer.parameters())
-    if 2 * numel >= short:
-        return "--accel-shared-weights would"
-    if 12 * numel >= short:
-        return f"--accel-host-optimizer would ({12 * numel / _GIB:.2f} GiB of these layers)"
+    for name, each in ((SHARED, 2), (HOST, 12)):
+        if name not in WANTED and each * numel >= short:
+            flag = f"--accel-{name.replace('_', '-')}"
+            return f"{flag} would, with up to {each * numel / _GIB:.3f} GiB of these layers"
     return "more tensor or pipeline parallelism would, or a smaller micro-batch"
 
 

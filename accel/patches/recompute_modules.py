@@ -93,6 +93,10 @@ def recompute_norms(layer: Any, on: bool = True) -> None:
 
     layer.recompute_input_layernorm = on and not isinstance(layer.input_layernorm, IdentityOp)
     layer.recompute_pre_mlp_layernorm = on and not isinstance(layer.pre_mlp_layernorm, IdentityOp)
+    _recompute_in_linear_layers(layer, on)
+
+
+def _recompute_in_linear_layers(layer: Any, on: bool) -> None:
     for module in layer.modules():
         if isinstance(module, LayerNormLinear):
             module.recompute_norm = on
@@ -104,11 +108,9 @@ def in_linear_layers_too(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         init(self, config, *args, **kwargs)
-        if self.recompute_input_layernorm or self.recompute_pre_mlp_layernorm:
-            return
         selective = config.recompute_granularity == "selective"
         if selective and "layernorm" in config.recompute_modules:
-            recompute_norms(self)
+            _recompute_in_linear_layers(self, True)
 
     return __init__
 

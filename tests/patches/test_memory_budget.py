@@ -162,9 +162,14 @@ def test_frozen_layers_that_nothing_runs_backward() -> None:
     ("short", "advice"),
     [(100, "--accel-shared-weights"), (1000, "--accel-host-optimizer"), (9999, "parallelism")],
 )
-def test_the_cheapest_thing_that_would_meet_it(short: int, advice: str) -> None:
+def test_the_cheapest_thing_that_would_meet_it(
+    short: int, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = SimpleNamespace(parameters=lambda: iter([torch.empty(100)]))
-    assert advice in memory_budget._advice(short, [(layer, memory_budget.Measured())])
+    layers = [(layer, memory_budget.Measured())]
+    assert advice in memory_budget._advice(short, layers)
+    monkeypatch.setitem(memory_budget.WANTED, "shared_weights", None)  # it is on already
+    assert "--accel-shared-weights" not in memory_budget._advice(short, layers)
 
 
 @pytest.mark.parametrize("value", ["much", "-1", "0", "inf", "nan", True])

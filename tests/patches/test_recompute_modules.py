@@ -207,3 +207,26 @@ def test_nothing_is_freed_while_a_graph_warms_up(
         call.discard_output_and_register_recompute(z)
         assert (y.untyped_storage().nbytes() > 0) == warming
         z.sum().backward()
+
+
+@needs_native
+def test_norms_in_linear_layers_beside_one_that_is_a_module() -> None:
+    """Experts in Transformer Engine's spec: the norm before them is a module, that of attention is not."""
+    from accel.layers.linear import LayerNormLinear
+
+    with one_rank():
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_layer_with_transformer_engine_spec,
+        )
+        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer.transformer_block import TransformerBlock
+
+        block(1)  # seeds
+        given = {"num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 4, **MOE}
+        given |= {"add_bias_linear": False, "gradient_accumulation_fusion": False}
+        asked = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+        spec = get_gpt_layer_with_transformer_engine_spec(num_experts=4, moe_grouped_gemm=True)
+        (layer,) = TransformerBlock(TransformerConfig(**given, **asked), spec).layers
+    assert layer.recompute_pre_mlp_layernorm
+    found = [m.recompute_norm for m in layer.modules() if isinstance(m, LayerNormLinear)]
+    assert found == [True]
