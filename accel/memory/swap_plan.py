@@ -59,7 +59,6 @@ class History:
         self._depth = depth
         self._rate = rate
         self._count = 0
-        self._open: Chain | None = None
         self.sizes: list[int] = []
         """Bytes of each group, of the newest chain that was closed."""
         self.plan: list[bool] | None = None
@@ -68,8 +67,7 @@ class History:
     def chain(self) -> Chain:
         """The next chain."""
         timed = self._rate is not None and self._count == FIRST_TIMED
-        self._open = self._swap.chain(self._wanted, self._depth, timed)
-        return self._open
+        return self._swap.chain(self._wanted, self._depth, timed)
 
     def close(self, chain: Chain) -> bool:
         """After a forward pass; returns whether the plan was made now."""
