@@ -17,20 +17,24 @@
 
 namespace accel::ACCEL_ISA {
 
-// The sum of squares of one chunk: fp32 over 1024 elements, fp64 over those sums.
+typedef double DoubleVec __attribute__((vector_size(kLanes * sizeof(double))));
+
+// The sum of squares of one chunk: fp32 within a lane over 1024 elements, fp64 over lanes and blocks.
 template <typename T>
 double sum_of_squares(const void* data, int64_t count) {
   constexpr int64_t kBlock = 1024;
   const T* x = static_cast<const T*>(data);
-  double total = 0.0;
+  DoubleVec lanes = {};
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     Vec squares[4] = {};
     for_each_vec<4>(count - begin < kBlock ? count - begin : kBlock, [&](int64_t i, int k, auto span) {
       const Vec v = load(x + begin + i, span);
       squares[k] += v * v;
     });
-    total += sum(tree_sum(squares));
+    for (const Vec& v : squares) lanes += __builtin_convertvector(v, DoubleVec);
   }
+  double total = 0.0;
+  for (int i = 0; i < kLanes; ++i) total += lanes[i];
   return total;
 }
 

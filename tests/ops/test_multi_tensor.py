@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -61,6 +61,9 @@ class TestScale(OpContract):
 @needs_native
 @settings(max_examples=60, deadline=None)
 @given(shapes=SHAPES, dtype=st.sampled_from(OpContract.dtypes), seed=st.integers(0, 99))
+@example(
+    shapes=[(1025,)], dtype=torch.float32, seed=49
+)  # lanes summed in fp32: two roundings too far
 def test_norm_of_any_shapes(shapes, dtype, seed):
     tensors = drawn(shapes, dtype, seed)
     norm = l2_norm(tensors)
