@@ -17,9 +17,11 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +98,23 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """On a rank: a test that passed waits for the other ranks before it is torn down.
+
+    Rank 0 holds the store of the process groups, which another rank may still be asking.
+    """
+    if not under_torchrun() or item.get_closest_marker("distributed") is None:
+        return (yield)
+    store, key = _agent_store(item.session), f"accel-testing/{item.nodeid}/over"
+    try:
+        yield
+    finally:  # one that failed or was skipped does not wait, and nobody waits for it
+        if store.add(f"{key}/ranks", 1) == int(os.environ["WORLD_SIZE"]):
+            store.set(key, "")
+    store.wait([key], timedelta(seconds=SECONDS_PER_TEST))
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """On a rank: one JSON line for each phase of each test."""
     if _REPORTS not in os.environ or not under_torchrun():
@@ -124,21 +143,26 @@ def fresh_store(request: pytest.FixtureRequest) -> Callable[[], None]:
     calls = itertools.count()
 
     def call() -> None:
-        from torch import distributed as dist
-
-        agent = request.session.stash.setdefault(
-            _AGENT, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        )
-        store = dist.TCPStore(*agent, is_master=False)  # type: ignore[attr-defined]
+        store = _agent_store(request.session)
         key = f"accel-testing/{request.node.nodeid}/{next(calls)}"
         if os.environ["RANK"] == "0":
             with socket.socket() as probe:
-                probe.bind((agent[0], 0))
+                probe.bind((store.host, 0))
                 store.set(key, str(probe.getsockname()[1]))
         os.environ["MASTER_PORT"] = store.get(key).decode()
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
     return call
+
+
+def _agent_store(session: pytest.Session) -> Any:
+    """torchrun's store, whatever a test has put into the environment."""
+    from torch import distributed as dist
+
+    if _AGENT not in session.stash:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        session.stash[_AGENT] = dist.TCPStore(address, port, is_master=False)  # type: ignore[attr-defined]
+    return session.stash[_AGENT]
 
 
 @dataclass
@@ -187,7 +211,7 @@ class Batch:
 
 
 _LAUNCHER = Launcher()
-_AGENT: pytest.StashKey[tuple[str, int]] = pytest.StashKey()
+_AGENT: pytest.StashKey[Any] = pytest.StashKey()
 _BATCHES: pytest.StashKey[dict[tuple[Path, int], Batch]] = pytest.StashKey()
 
 
