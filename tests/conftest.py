@@ -6,8 +6,16 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from accel.testing.distributed import under_torchrun
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers of xdist share the cores: with a thread for each core in each, threads wait for each other."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from typing import Any
 
@@ -15,6 +16,13 @@ __all__ = ["HIDDEN", "TOKENS", "block", "gradients"]
 TOKENS, HIDDEN = 128, 64
 
 
+@functools.cache
+def _imported() -> None:
+    """What is imported by now is looked at by no later collection of garbage, of which there are many."""
+    gc.collect()
+    gc.freeze()
+
+
 def block(layers: int = 4, spec: dict[str, Any] | None = None, **config: Any) -> Any:
     """A `TransformerBlock`: a Llama's of the local spec unless told otherwise."""
     from megatron.core.models.gpt import gpt_layer_specs
@@ -23,6 +31,7 @@ def block(layers: int = 4, spec: dict[str, Any] | None = None, **config: Any) ->
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.transformer_block import TransformerBlock
 
+    _imported()
     destroy_moe_metrics_tracker()  # that of an earlier model, which may have had fewer layers
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
