@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from accel.ops import _native
 
-__all__ = ["Recomputed", "default_generators", "is_running", "will_be_freed"]
+__all__ = ["Recomputed", "default_generators", "is_running", "watched", "will_be_freed"]
 
 Restorer = Callable[[], AbstractContextManager[None]]
 """Enters the state that was captured, and leaves the one of now behind again."""
@@ -125,6 +125,18 @@ def is_running() -> bool:
     """Whether this thread is inside the function of a `Recomputed`, the first or the second time: what is
     saved there is nobody else's to pack."""
     return getattr(_RUNNING, "now", False)
+
+
+@contextlib.contextmanager
+def watched(watcher: Callable[[Tensor], None]) -> Iterator[None]:
+    """Show `watcher` each tensor that operations of this thread save in a function's second run."""
+    if not hasattr(_RUNNING, "watchers"):
+        _RUNNING.watchers = []
+    _RUNNING.watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _RUNNING.watchers.remove(watcher)
 
 
 def will_be_freed(tensor: Tensor) -> bool:
@@ -239,6 +251,8 @@ class _Frame:
         saved: list[Tensor | None] = []
 
         def record(tensor: Tensor) -> None:
+            for watcher in getattr(_RUNNING, "watchers", ()):
+                watcher(tensor)
             # without its graph, which would hold it: nobody runs that backward
             saved.append(tensor if tensor.is_leaf else tensor.detach())
 

@@ -21,7 +21,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -60,6 +60,25 @@ class Swap:
         self.min_bytes = min_bytes
         self.min_numel = min_numel
         self.pool = _Pool(device)
+
+    def can_go(self, tensor: Tensor, keep: Collection[int] = ()) -> bool:
+        """Whether a tensor that is saved may be copied to the host, if it is nobody's leaf.
+
+        Args:
+            keep: `_cdata` of storages that stay.
+        """
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:
+            return False
+        if tensor.device != self.device or tensor.is_conj() or tensor.is_neg():
+            return False
+        storage = tensor.untyped_storage()
+        return (
+            storage.nbytes() >= self.min_bytes
+            and tensor.numel() >= self.min_numel
+            and 4 * tensor.numel() * tensor.itemsize >= storage.nbytes()
+            and storage._cdata not in keep
+            and not recompute.will_be_freed(tensor)
+        )
 
     def chain(
         self,
@@ -163,7 +182,7 @@ class _Group:
         self.num_bytes = 0
 
     def pack(self, tensor: Tensor) -> _Saved:
-        if not self._can_go(tensor):
+        if _is_of_a_leaf(tensor) or not self._swap.can_go(tensor, self._keep):
             return _Saved(self, tensor, None)
         storage = tensor.untyped_storage()
         if storage._cdata not in self._counted:
@@ -176,23 +195,6 @@ class _Group:
         self._held.append(copy)
         self._copies.append(weakref.ref(copy))
         return _Saved(self, tensor, copy)
-
-    def _can_go(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.layout != torch.strided:
-            return False
-        if tensor.device != self._swap.device or tensor.is_conj() or tensor.is_neg():
-            return False
-        base = tensor if tensor._base is None else tensor._base
-        if base.is_leaf and base.requires_grad:
-            return False
-        storage = tensor.untyped_storage()
-        return (
-            storage.nbytes() >= self._swap.min_bytes
-            and tensor.numel() >= self._swap.min_numel
-            and 4 * tensor.numel() * tensor.itemsize >= storage.nbytes()
-            and storage._cdata not in self._keep
-            and not recompute.will_be_freed(tensor)
-        )
 
     def release(self) -> None:
         """The kernels wait for the copies; then nothing holds the storages for our sake."""
@@ -340,6 +342,12 @@ class _Pool:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """The whole storage of a tensor."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _is_of_a_leaf(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one."""
+    base = tensor if tensor._base is None else tensor._base
+    return base.is_leaf and base.requires_grad
 
 
 def _storage(tensor: Tensor) -> int:

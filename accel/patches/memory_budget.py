@@ -1,29 +1,33 @@
-"""Each layer keeps its activations or computes them again, whichever a budget of memory allows.
+"""Each layer keeps its activations, computes them again or swaps them, whichever a budget of memory allows.
 
 ``--accel-memory-budget 20`` is 20 GiB of each rank's device, as PyTorch counts what is allocated at the peak
 of the forward and backward passes. Training begins with every layer computed again as a whole, so that it
 fits if anything does. There each layer is measured: the bytes and the time of its norms, its activation, its
-core attention, and all of it. When the optimizer's states are there, an integer program
-(``accel/memory/planner.py``) gives each layer one choice, so that the peak meets the budget and the least
-time is added; the table of choices is printed, and after ten iterations what was predicted beside what came.
+core attention, and all of it, and the bytes that a swap of attention and norms would move
+(``accel/memory/swap.py``). When the optimizer's states are there, the link to the host is timed, and an
+integer program (``accel/memory/planner.py``) gives each layer one choice, so that the peak meets the budget
+and the least time is added; the table of choices is printed, and after ten iterations what was predicted
+beside what came.
 
 Ranks of one pipeline stage decide alike, by the largest of their figures. A budget that no choice meets is
 told, with the bytes that are missing and what would save them, and training goes on with the choice that
 saves most. Losses are those of stock, bit for bit, whatever is chosen.
 
-What is not known to the plan: swapping, layers of other kinds (Mamba), micro-batches of other shapes than the
-second, states of the optimizer that come after the first iteration (where fp16 skips steps), and an optimizer
-step that takes more than the passes do. The peak that PyTorch reports
-(``max_memory_allocated``) begins anew in the iterations that are measured.
+What is not known to the plan: layers of other kinds (Mamba), micro-batches of other shapes than the second,
+states of the optimizer that come after the first iteration (where fp16 skips steps), and an optimizer step
+that takes more than the passes do. The peak that PyTorch reports (``max_memory_allocated``) begins anew in
+the iterations that are measured. On the CPU device runtime the host is the device, and nothing is swapped.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -32,10 +36,22 @@ from torch import Tensor
 
 from accel.feature import Feature, Setting
 from accel.layers.linear import LayerNormLinear
-from accel.memory.layer_costs import WHOLE, Costs, Span, evened, measure, options_of, parts_of
+from accel.memory.layer_costs import (
+    OTHER,
+    Choice,
+    Costs,
+    Hook,
+    Movable,
+    Span,
+    bytes_of,
+    evened,
+    measure,
+    options_of,
+    tensors_of,
+)
 from accel.memory.planner import CannotMeet, Layer, Plan, choose, table
 from accel.memory.recompute import Recomputed
-from accel.patches import recompute_activation
+from accel.patches import recompute_activation, swap_attention
 from accel.patches._inner_masters import HOST, SHARED, WANTED
 from accel.patches._kernels import kernel_missing
 from accel.patches.recompute_modules import megatrons_generators, recompute_norms
@@ -55,10 +71,12 @@ TOLD_AT = 10
 class Measured:
     """One layer: what it costs, and what it does."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: Any) -> None:
+        self.block = block
+        """The block in which it runs; None: it runs in none."""
         self.costs: Costs | None = None
-        self.whole = True
-        """Whether the layer is computed again as a whole."""
+        self.choice: Choice | None = None
+        """None: all is computed again, until the plan is made."""
         self.calls = 0
         self.outstanding = 0
         self.in_flight = 0
@@ -127,6 +145,9 @@ class Planner:
         self.plan: Plan | None = None
         self.predicted = (0, 0.0)
         """Peak in bytes, and seconds of the passes of an iteration."""
+        self.swapping = Planned(self)
+        self.running: Measured | None = None
+        """The layer whose forward pass is running as the plan has it."""
 
     # --- one iteration
 
@@ -159,9 +180,15 @@ class Planner:
 
     def run(self, layer: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer's forward pass."""
-        measured = self.layers.setdefault(layer, Measured())
-        if not measured.whole:
-            return forward(layer, *args, **kwargs)
+        if layer not in self.layers:
+            self.layers[layer] = Measured(self.swapping.block)
+        measured = self.layers[layer]
+        if measured.choice is not None and not measured.choice.whole:
+            self.running = measured
+            try:
+                return forward(layer, *args, **kwargs)
+            finally:
+                self.running = None
         measured.calls += 1
         measured.outstanding += 1
         measured.in_flight = max(measured.in_flight, measured.outstanding)
@@ -180,9 +207,10 @@ class Planner:
             if not timed:
                 return forward(layer, *inputs[: len(args)], **given)
             device = next(layer.parameters()).device
-            with measure(device, spans(layer)) as costs:
+            movable = Movable(self.swapping.swap(device), swap_attention.modules_of(layer))
+            with measure(device, spans(layer), movable) as costs:
                 outputs = forward(layer, *inputs[: len(args)], **given)
-            costs.num_bytes -= _bytes_of(outputs)
+            costs.num_bytes -= bytes_of(tensors_of(outputs))
             measured.costs = costs
             if self.passes is not None:
                 self.passes.measured = True
@@ -195,11 +223,20 @@ class Planner:
     def _decide(self, passes: Passes) -> None:
         layers = list(self.layers.items())
         rows = [_row(measured) for _, measured in layers]
-        peak, forward_peak, rows = _largest(passes.peak, passes.forward_peak or passes.peak, rows)
+        of_a_byte = self.swapping.seconds_of_a_byte()
+        peak, forward_peak, of_a_byte, rows = _largest(
+            (passes.peak, passes.forward_peak or passes.peak, of_a_byte), rows
+        )
         costs = evened([_costs(row) for row in rows])
+        # the last layer of a block waits for its copies before anything hides them
+        blocks = [*(measured.block for _, measured in layers), None]
+        rates = [
+            1 / of_a_byte if block is not None and block is behind else 0.0
+            for block, behind in itertools.pairwise(blocks)
+        ]
         problem = [
-            options_of(str(layer.layer_number), cost)
-            for (layer, _), cost in zip(layers, costs, strict=True)
+            options_of(str(layer.layer_number), cost, rate, frozenset({ATTENTION}))
+            for (layer, _), cost, rate in zip(layers, costs, rates, strict=True)
         ]
         in_flight = max([int(row[0]) for row in rows], default=1)
         everything = in_flight * sum(cost.num_bytes for cost in costs)
@@ -222,8 +259,10 @@ class Planner:
             )
         self.plan = plan
         for (layer, measured), choice in zip(layers, plan.choices, strict=True):
-            measured.whole = choice.name == WHOLE
-            switch(layer, parts_of(choice.name))
+            assert isinstance(choice, Choice)
+            measured.choice = choice
+            switch(layer, choice.parts)
+        self.swapping.on = any(choice.link for choice in plan.choices)
         turns = max((measured.calls for _, measured in layers), default=0) / self.iteration
         saved = turns * (sum(cost.seconds for cost in costs) - plan.seconds)
         self.predicted = kept.peak(plan), max(0.0, passes.seconds - saved)
@@ -240,6 +279,40 @@ class Planner:
                 f"{1e3 * passes.seconds:.1f} ms for the passes ({1e3 * seconds:.1f} predicted)"
             ]
         )
+
+
+class Planned(swap_attention.Swapping):
+    """Swaps the layers that the plan swaps."""
+
+    def __init__(self, planner: Planner) -> None:
+        super().__init__(tuple(swap_attention.MODULES))
+        self.on = False
+        self.block: Any = None
+        """The block that is running."""
+        self._planner = planner
+
+    @contextmanager
+    def running(self, block: torch.nn.Module) -> Iterator[None]:
+        outer, self.block = self.block, block
+        first = next(block.parameters(), None) if self.on else None
+        try:
+            if first is None:
+                yield
+                return
+            chain = self.swap(first.device).chain(self._wanted, len(self.modules))
+            with closing(chain), self.inside(chain):
+                yield
+        finally:
+            self.block = outer
+
+    def _wanted(self, number: int) -> bool:
+        layer = self._planner.running
+        return layer is not None and layer.choice is not None and layer.choice.swapped
+
+    def seconds_of_a_byte(self) -> float:
+        """Of the slowest link; infinite where nothing is moved."""
+        rates = [swap_attention.rate_of(swap) for swap in self._swaps.values()]
+        return max((1 / rate if rate else math.inf for rate in rates), default=math.inf)
 
 
 ON: list[Planner] = []
@@ -263,36 +336,34 @@ def spans(layer: Any) -> list[Span]:
     core = getattr(layer.self_attention, "core_attention", None)
     if core is not None and hasattr(layer.self_attention, "checkpoint_core_attention"):
         # the output is kept: the projection behind needs it
-        found.append(Span(ATTENTION, _before(core), _behind(core, _bytes_of)))
+        found.append(Span(ATTENTION, _before(core), _behind(core), keeps_output=True))
     return found
 
 
-def _before(module: torch.nn.Module) -> Callable[[Callable[[int], None]], Any]:
-    return lambda call: module.register_forward_pre_hook(lambda *_: call(0))
+def _before(module: torch.nn.Module) -> Hook:
+    return lambda call: module.register_forward_pre_hook(lambda _, args: call(args))
 
 
-def _behind(
-    module: torch.nn.Module, kept: Callable[[Any], int] = lambda output: 0
-) -> Callable[[Callable[[int], None]], Any]:
-    return lambda call: module.register_forward_hook(lambda _, args, output: call(kept(output)))
+def _behind(module: torch.nn.Module) -> Hook:
+    return lambda call: module.register_forward_hook(lambda _, args, output: call(output))
 
 
-def _around_norm(module: LayerNormLinear) -> tuple[Any, Any]:
+def _around_norm(module: LayerNormLinear) -> tuple[Hook, Hook]:
     """The norm of a linear layer is a method, called once in each forward pass."""
-    calls: list[Callable[[int], None]] = []
+    calls: list[Callable[[Any], None]] = []
 
     def timed(x: Tensor) -> Tensor:
         begins, ends = calls
-        begins(0)
+        begins(x)
         y = LayerNormLinear._norm(module, x)
-        ends(0)
+        ends(y)
         return y
 
     class Handle:
         def remove(self) -> None:
             vars(module).pop("_norm", None)
 
-    def add(call: Callable[[int], None]) -> Handle:
+    def add(call: Callable[[Any], None]) -> Handle:
         calls.append(call)
         vars(module)["_norm"] = timed
         return Handle()
@@ -315,18 +386,16 @@ def switch(layer: Any, parts: frozenset[str]) -> None:
 def _row(measured: Measured) -> list[float]:
     costs = measured.costs or Costs()
     parts = [costs.parts.get(part, (0, 0.0)) for part in PARTS]
+    moved = [float(costs.moved.get(part, 0)) for part in (OTHER, *PARTS)]
     flat = [float(value) for cost in parts for value in cost]
-    return [float(measured.in_flight), float(costs.num_bytes), costs.seconds, *flat]
+    return [float(measured.in_flight), float(costs.num_bytes), costs.seconds, *flat, *moved]
 
 
 def _costs(row: Sequence[float]) -> Costs:
-    parts = {part: (int(row[3 + 2 * n]), row[4 + 2 * n]) for n, part in enumerate(PARTS)}
-    return Costs(int(row[1]), row[2], parts)
-
-
-def _bytes_of(outputs: Any) -> int:
-    found = outputs if isinstance(outputs, tuple) else (outputs,)
-    return sum(t.untyped_storage().nbytes() for t in found if isinstance(t, Tensor))
+    rest = iter(row[3:])
+    parts = {part: (int(next(rest)), next(rest)) for part in PARTS}
+    moved = {part: int(next(rest)) for part in (OTHER, *PARTS)}
+    return Costs(int(row[1]), row[2], parts, moved)
 
 
 def _device() -> torch.device:
@@ -343,25 +412,27 @@ def _anywhere(here: bool) -> bool:
 
 
 def _largest(
-    peak: int, forward_peak: int, rows: list[list[float]]
-) -> tuple[int, int, list[list[float]]]:
-    """Of the ranks of this pipeline stage, so that they decide alike."""
+    figures: tuple[int, int, float], rows: list[list[float]]
+) -> tuple[int, int, float, list[list[float]]]:
+    """Peak, forward peak, seconds of a byte and rows: the largest of this stage's ranks, so that they
+    decide alike."""
     if not torch.distributed.is_initialized():
-        return peak, forward_peak, rows
+        return (*figures, rows)
     from megatron.core import parallel_state
 
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    width = 3 + 2 * len(PARTS)
+    width = len(_row(Measured(None)))
     count = torch.tensor(len(rows), device=_device())
     torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
     mine = torch.zeros(int(count) + 1, width, dtype=torch.float64, device=_device())
-    mine[0, :3] = torch.tensor([stage, peak, forward_peak], dtype=torch.float64)
+    mine[0, :4] = torch.tensor([stage, *figures], dtype=torch.float64)
     if rows:
         mine[1 : 1 + len(rows)] = torch.tensor(rows, dtype=torch.float64)
     everyone = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(everyone, mine)
     same = torch.stack([each for each in everyone if int(each[0, 0]) == stage]).amax(0)
-    return int(same[0, 1]), int(same[0, 2]), same[1 : 1 + len(rows)].tolist()
+    _, peak, forward_peak, of_a_byte = same[0, :4].tolist()
+    return int(peak), int(forward_peak), of_a_byte, same[1 : 1 + len(rows)].tolist()
 
 
 def _advice(short: int, layers: Sequence[tuple[Any, Measured]]) -> str:
@@ -433,13 +504,20 @@ def parse_budget(given: Any) -> int:
 
 
 def switch_on(value: int) -> Callable[[], None]:
-    ON.append(Planner(value))
-    return ON.clear
+    planner = Planner(value)
+    ON.append(planner)
+    swap_attention.ON.append(planner.swapping)
+
+    def switch_off() -> None:
+        ON.clear()
+        swap_attention.ON.clear()
+
+    return switch_off
 
 
 FEATURE = Feature(
     name="memory_budget",
-    summary="recompute of each layer what it takes to meet so many GiB at the least time",
+    summary="recompute or swap of each layer what it takes to meet so many GiB at the least time",
     preset=None,
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
@@ -449,7 +527,7 @@ FEATURE = Feature(
         "recompute_granularity": "the plan says what is computed again",
         "recompute_norm": "the plan says what is computed again",
         "recompute_activation": "the plan says what is computed again",
-        "swap_attention": "the plan does not know what is swapped",
+        "swap_attention": "the plan says what is swapped",
         "fine_grained_activation_offloading": "the plan does not know what is moved",
     },
     settings=(
@@ -463,6 +541,8 @@ FEATURE = Feature(
     switch_on=switch_on,
     patches=(
         recompute_activation.MLP_FORWARD,
+        swap_attention.LAYER_INIT,
+        swap_attention.BLOCK_FORWARD,
         Patch(
             target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
             replacement=f"{_HERE}:planned",

@@ -22,8 +22,8 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,26 +49,62 @@ MODULES = {
 class Swapping:
     """The chains of every block, and the one that is being run."""
 
-    def __init__(self, everything: bool, modules: Sequence[str]) -> None:
-        self.everything = everything
+    def __init__(self, modules: Sequence[str]) -> None:
         self.modules = modules
         self._swaps: dict[torch.device, Swap] = {}
-        self._histories: weakref.WeakKeyDictionary[Any, History] = weakref.WeakKeyDictionary()
         self.chains: list[Chain] = []
         """Of the blocks whose forward pass is running, the innermost last."""
         self.groups: list[AbstractContextManager[None]] = []
         """Of the modules whose forward pass is running."""
 
-    def history(self, block: torch.nn.Module) -> History | None:
+    def swap(self, device: torch.device) -> Swap:
+        if device not in self._swaps:
+            self._swaps[device] = Swap(device, min_bytes=MIN_BYTES)
+        return self._swaps[device]
+
+    def running(self, block: torch.nn.Module) -> AbstractContextManager[None]:
+        """Around a forward pass of a block that records gradients."""
+        raise NotImplementedError
+
+    @contextmanager
+    def inside(self, chain: Chain) -> Iterator[None]:
+        self.chains.append(chain)
+        try:
+            yield
+        finally:
+            self.chains.pop()
+
+
+class WhatHides(Swapping):
+    """Or everything, with `everything`."""
+
+    def __init__(self, everything: bool, modules: Sequence[str]) -> None:
+        super().__init__(modules)
+        self.everything = everything
+        self._histories: weakref.WeakKeyDictionary[Any, History] = weakref.WeakKeyDictionary()
+
+    @contextmanager
+    def running(self, block: torch.nn.Module) -> Iterator[None]:
+        history = self._history(block)
+        if history is None:
+            yield
+            return
+        chain = history.chain()
+        try:
+            with self.inside(chain):
+                yield
+        finally:
+            if history.close(chain):
+                _tell(history)
+
+    def _history(self, block: torch.nn.Module) -> History | None:
         """None without parameters: there is no layer."""
         if block not in self._histories:
             first = next(block.parameters(), None)
             if first is None:
                 return None
-            if first.device not in self._swaps:
-                self._swaps[first.device] = Swap(first.device, min_bytes=MIN_BYTES)
-            swap = self._swaps[first.device]
-            rate = None if self.everything else functools.partial(_rate, swap)
+            swap = self.swap(first.device)
+            rate = None if self.everything else functools.partial(rate_of, swap)
             self._histories[block] = History(swap, len(self.modules), rate)
         return self._histories[block]
 
@@ -77,7 +113,7 @@ ON: list[Swapping] = []
 """One, while the feature is on."""
 
 
-def _rate(swap: Swap) -> float:
+def rate_of(swap: Swap) -> float:
     """Bytes per second of the link, the slower way; none that is free where the host is the device."""
     return 0.0 if swap.lanes.shares_host_memory else min(measure_copies(swap.device))
 
@@ -87,18 +123,10 @@ def swapping(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def forward_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        (on,) = ON
-        history = on.history(self) if torch.is_grad_enabled() else None
-        if history is None:
+        if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
-        chain = history.chain()
-        on.chains.append(chain)
-        try:
+        with ON[0].running(self):
             return forward(self, *args, **kwargs)
-        finally:
-            on.chains.pop()
-            if history.close(chain):
-                _tell(history)
 
     return forward_
 
@@ -124,12 +152,16 @@ def choosing(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        for name in ON[0].modules:
-            module = getattr(self, MODULES[name])
+        for module in modules_of(self, ON[0].modules):
             module.register_forward_pre_hook(_enter)
             module.register_forward_hook(_leave, always_call=True)
 
     return __init__
+
+
+def modules_of(layer: Any, names: Sequence[str] = tuple(MODULES)) -> list[torch.nn.Module]:
+    """Those of a ``TransformerLayer``."""
+    return [getattr(layer, MODULES[name]) for name in names]
 
 
 def _enter(module: torch.nn.Module, args: Any) -> None:
@@ -167,9 +199,22 @@ def parse_modules(given: Any) -> tuple[str, ...]:
 
 
 def switch_on(value: bool, modules: Sequence[str]) -> Callable[[], None]:
-    ON.append(Swapping(value, modules))
+    ON.append(WhatHides(value, modules))
     return ON.clear
 
+
+LAYER_INIT = Patch(
+    target="megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+    replacement=f"{_HERE}:choosing",
+    how="wrap",
+    why="The modules whose saved tensors are swapped are known when a layer is built.",
+)
+BLOCK_FORWARD = Patch(
+    target="megatron.core.transformer.transformer_block:TransformerBlock.forward",
+    replacement=f"{_HERE}:swapping",
+    how="wrap",
+    why="One forward pass through a block is what its backward pass will go through.",
+)
 
 FEATURE = Feature(
     name="swap_attention",
@@ -199,18 +244,5 @@ FEATURE = Feature(
         ),
     ),
     switch_on=switch_on,
-    patches=(
-        Patch(
-            target="megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
-            replacement=f"{_HERE}:choosing",
-            how="wrap",
-            why="The modules whose saved tensors are swapped are known when a layer is built.",
-        ),
-        Patch(
-            target="megatron.core.transformer.transformer_block:TransformerBlock.forward",
-            replacement=f"{_HERE}:swapping",
-            how="wrap",
-            why="One forward pass through a block is what its backward pass will go through.",
-        ),
-    ),
+    patches=(LAYER_INIT, BLOCK_FORWARD),
 )

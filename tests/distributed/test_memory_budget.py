@@ -34,7 +34,7 @@ def test_trains_as_stock(
     decide, largest, names, in_flight = Planner._decide, memory_budget._largest, [], []
 
     def agreed(*figures: Any) -> Any:
-        found = peak, _, rows = largest(*figures)
+        found = peak, _, _, rows = largest(*figures)
         memory_budget.ON[0].budget = peak + int(share * sum(row[1] for row in rows))
         return found
 

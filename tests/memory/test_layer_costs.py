@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from accel.memory.layer_costs import KEEP, WHOLE, Costs, Span, evened, measure, options_of, parts_of
+from accel.memory.layer_costs import (
+    KEEP,
+    OTHER,
+    WHOLE,
+    Costs,
+    Hook,
+    Movable,
+    Span,
+    evened,
+    measure,
+    options_of,
+)
+from accel.memory.recompute import Recomputed
+from accel.memory.swap import Swap
 from tests.ops.contract import needs_native
 
 BYTES = 256 * 256 * 4
@@ -26,12 +36,12 @@ class Toy(torch.nn.Module):
         return self.second(self.first(x).exp()).sigmoid().tanh() * 1.0
 
 
-def before(module: torch.nn.Module) -> Callable[[Callable[[int], None]], Any]:
-    return lambda call: module.register_forward_pre_hook(lambda *_: call(0))
+def before(module: torch.nn.Module) -> Hook:
+    return lambda call: module.register_forward_pre_hook(lambda _, args: call(args))
 
 
-def behind(module: torch.nn.Module, kept: int = 0) -> Callable[[Callable[[int], None]], Any]:
-    return lambda call: module.register_forward_hook(lambda *_: call(kept))
+def behind(module: torch.nn.Module) -> Hook:
+    return lambda call: module.register_forward_hook(lambda _, args, output: call(output))
 
 
 @needs_native
@@ -42,12 +52,14 @@ def test_bytes_of_spans_and_of_all() -> None:
     spans = [
         Span("exp", behind(toy.first), before(toy.second)),
         Span("twice", behind(toy.first), before(toy.second)),
-        Span("twice", before(toy.second), behind(toy.second, kept=7)),
+        Span("twice", before(toy.second), behind(toy.second)),
+        Span("kept", behind(toy.first), before(toy.second), keeps_output=True),
     ]
     with measure(torch.device("cpu"), spans) as costs:
         y = toy(x)
     assert costs.parts["exp"][0] == pytest.approx(BYTES, abs=512)
-    assert costs.parts["exp"][0] - costs.parts["twice"][0] == pytest.approx(7, abs=512)
+    assert costs.parts["twice"][0] == pytest.approx(BYTES, abs=512)
+    assert costs.parts["kept"][0] == pytest.approx(0, abs=512)
     assert costs.num_bytes == pytest.approx(4 * BYTES, abs=512)
     assert costs.seconds >= costs.parts["exp"][1] > 0
     assert not toy.first._forward_hooks
@@ -65,20 +77,71 @@ def test_an_error_inside_leaves_no_hook() -> None:
     assert not toy.first._forward_hooks
 
 
-def test_options_are_all_parts_together_and_the_whole() -> None:
-    costs = Costs(100, 5.0, {"norms": (10, 0.5), "activation": (20, 0.25), "nothing": (0, 0.0)})
+class Chain(torch.nn.Module):
+    """A norm whose input and output are saved, and what comes behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.behind = torch.nn.LayerNorm(256), torch.nn.Linear(256, 512)
+        self.outside = torch.nn.Linear(512, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outside(self.behind(self.norm(x)).exp())
+
+
+@needs_native
+@pytest.mark.parametrize("outside", [False, True])
+def test_what_moves_belongs_to_the_part_that_would_keep_or_free_it(outside: bool) -> None:
+    model = Chain()
+    spans = [Span("norm", before(model.norm), behind(model.norm))]
+    modules = [model.norm, model.behind, *([model.outside] if outside else [])]
+    movable = Movable(Swap(torch.device("cpu"), min_bytes=4096), modules)
+    found: list[Costs] = []
+
+    def measured(x: Tensor) -> Tensor:
+        with measure(torch.device("cpu"), spans, movable) as costs:
+            y = model(x)
+        found.append(costs)
+        return y
+
+    Recomputed()(measured, torch.randn(256, 256).requires_grad_()).sum().backward()
+    # the norm's input and output, each once; weights stay, and statistics, which are small
+    moved = {"norm": 2 * BYTES} | ({OTHER: 2 * BYTES} if outside else {})
+    assert [costs.moved for costs in found] == [{}, moved]
+    assert not model.norm._forward_hooks
+    assert not model.behind._forward_pre_hooks
+
+
+def test_options_are_all_parts_together_the_whole_and_swaps() -> None:
+    costs = Costs(
+        100,
+        5.0,
+        {"norms": (10, 0.5), "activation": (20, 0.25), "nothing": (0, 0.0)},
+        {OTHER: 7, "norms": 15},
+    )
     layer = options_of("3", costs)
-    found = {o.name: (o.saved, o.seconds, o.workspace) for o in layer.options}
-    assert found == {
-        KEEP: (0, 0.0, 0),
-        "recompute norms": (10, 0.5, 10),
-        "recompute activation": (20, 0.25, 20),
-        "recompute norms + activation": (30, 0.75, 30),
-        WHOLE: (100, 5.0, 100),
+    numbers = {o.name: (o.saved, o.seconds, o.workspace, o.link) for o in layer.options}
+    recomputed = {
+        KEEP: (0, 0.0, 0, 0.0),
+        "recompute norms": (10, 0.5, 10, 0.0),
+        "recompute activation": (20, 0.25, 20, 0.0),
+        "recompute norms + activation": (30, 0.75, 30, 0.0),
+        WHOLE: (100, 5.0, 100, 0.0),
     }
+    assert numbers == recomputed
     assert (layer.name, layer.seconds, layer.options[0].name) == ("3", 5.0, KEEP)
-    assert parts_of("recompute norms + activation") == {"norms", "activation"}
-    assert parts_of(WHOLE) == parts_of(KEEP) == frozenset()
+    done = {o.name: (o.parts, o.whole, o.swapped) for o in layer.options}
+    assert done["recompute norms + activation"] == ({"norms", "activation"}, False, False)
+    assert done[WHOLE] == (frozenset(), True, False)
+
+    layer = options_of("3", costs, copy_rate=2.0, not_swapped=frozenset({"activation"}))
+    numbers = {o.name: (o.saved, o.seconds, o.workspace, o.link) for o in layer.options}
+    assert numbers == recomputed | {
+        "swap": (22, 0.0, 22, 11.0),
+        "swap, recompute norms": (17, 0.5, 17, 3.5),
+    }
+    done = {o.name: (o.parts, o.whole, o.swapped) for o in layer.options}
+    assert done["swap, recompute norms"] == ({"norms"}, False, True)
 
 
 def test_layers_alike_cost_the_same() -> None:

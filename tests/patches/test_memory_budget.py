@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +13,16 @@ import torch
 from accel.device.cpu import memory
 from accel.feature import Context, choose, read_settings
 from accel.memory.layer_costs import WHOLE
-from accel.patches import memory_budget
+from accel.patches import memory_budget, swap_attention
 from tests.ops.contract import needs_native
 
-from .blocks import block, gradients
+from .blocks import HIDDEN, TOKENS, block, gradients
 from .test_fused_adamw import one_rank
 from .test_recompute_modules import BIASES, MOE
 
 LAYERS = 4
+TOLD_AT = 5
+"""Iterations; the plan is made after the third."""
 _GIB = 1 << 30
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dense": ({}, {}),
@@ -47,40 +50,57 @@ def peak_of(module: Any) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-@needs_native
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.5])
-def test_the_peak_is_within_the_budget_and_gradients_are_stocks(
-    kind: str,
-    share: float,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The budget: what everything computed again takes, and that share of what keeping all adds."""
+@functools.cache
+def stock(kind: str) -> tuple[int, int, dict[int, list[torch.Tensor]]]:
+    """Peaks with everything kept and with everything computed again, and gradients by seed."""
     spec, config = MODELS[kind]
-    seeds = [10 * iteration + number for iteration in range(10) for number in range(2)]
     with one_rank():
         module = block(LAYERS, spec, **config)
         kept = peak_of(module)
         whole = {"recompute_granularity": "full", "recompute_method": "uniform"}
         module = block(LAYERS, spec, **config, **whole, recompute_num_layers=1)
         least = peak_of(module)
-        expected = {seed: gradients(module, seed)[0] for seed in seeds}
+        seeds = [10 * iteration + number for iteration in range(TOLD_AT) for number in range(2)]
+        return kept, least, {seed: gradients(module, seed)[0] for seed in seeds}
+
+
+@needs_native
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("share", "link"),
+    [(0.0, "slow"), (0.3, "slow"), (0.6, "slow"), (1.5, "slow"), (0.0, "fast"), (0.6, "fast")],
+)
+def test_the_peak_is_within_the_budget_and_gradients_are_stocks(
+    kind: str,
+    share: float,
+    link: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The budget: what everything computed again takes, and that share of what keeping all adds."""
+    monkeypatch.setattr(swap_attention, "MIN_BYTES", TOKENS * HIDDEN * 4)
+    if link == "fast":
+        monkeypatch.setattr(swap_attention, "rate_of", lambda swap: 1e30)
+    kept, least, expected = stock(kind)
     budget = int(least + (0.2 + share) * (kept - least))
     passes: list[Any] = []
+    monkeypatch.setattr(memory_budget, "TOLD_AT", TOLD_AT)
     monkeypatch.setattr(memory_budget.Planner, "_compare", lambda _, found: passes.append(found))
+    spec, config = MODELS[kind]
     with one_rank(memory_budget=1.0):
         module = block(LAYERS, spec, **config)
         gradients(module, buffers=True)
         gc.collect()  # the other models
         on = memory_budget.ON[0]
         on.budget += memory.memory_allocated() + budget - _GIB
-        train(module, 10, expected)
+        train(module, TOLD_AT, expected)
         plan = on.plan
     assert plan is not None
     names = {choice.name for choice in plan.choices}
     assert (names == {"keep"}) == (share > 1)
-    assert (WHOLE in names) or share > 0
+    assert any("swap" in name for name in names) == (link == "fast")
+    assert "swap" not in plan.choices[-1].name
+    assert (WHOLE in names) or share > 0 or link == "fast"
     layer = (kept - least) / (LAYERS - 1)
     assert passes[0].peak <= on.budget + 0.5 * layer  # temporaries of what is computed again
     assert passes[0].peak == pytest.approx(on.predicted[0], abs=0.8 * layer)
@@ -166,7 +186,7 @@ def test_the_cheapest_thing_that_would_meet_it(
     short: int, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = SimpleNamespace(parameters=lambda: iter([torch.empty(100)]))
-    layers = [(layer, memory_budget.Measured())]
+    layers = [(layer, memory_budget.Measured(None))]
     assert advice in memory_budget._advice(short, layers)
     monkeypatch.setitem(memory_budget.WANTED, "shared_weights", None)  # it is on already
     assert "--accel-shared-weights" not in memory_budget._advice(short, layers)

@@ -109,7 +109,7 @@ def test_nothing_hides_where_the_host_is_the_device(caplog: pytest.LogCaptureFix
 def test_what_hides_is_swapped_and_told(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swap_attention, "_rate", lambda swap: 1e30)
+    monkeypatch.setattr(swap_attention, "rate_of", lambda swap: 1e30)
     caplog.set_level("INFO", logger="accel")
     with one_rank():
         stock = several(block(LAYERS), 5)
