@@ -1,5 +1,6 @@
-"""`--accel-recompute-activation`, `--accel-recompute-norm` and `--accel-swap-attention`: activations of a
-block of Megatron's local spec, Llama-shaped, in bf16, without dropout, and a whole run.
+"""`--accel-recompute-activation`, `--accel-recompute-norm`, `--accel-swap-attention` and
+`--accel-memory-budget`: activations of a block of Megatron's local spec, Llama-shaped, in bf16, without
+dropout, and a whole run.
 
 Held     bytes that the allocator counts between the forward and the backward pass, the output included.
 Freed    these against what is kept without recomputation, and how many bytes that is off the formula:
@@ -10,16 +11,21 @@ Step     forward and backward pass, the sides in turn in one process. On the CPU
          device: the copies of "swapped" take the time of the kernels and hide behind none.
 Peak     of such a step above what was there before it. The weights' gradients were there, as in Megatron's
          gradient buffers.
+Budget   a step that may take, above what a step that keeps everything takes without its activations, half of
+         stock's or half of its own. The plan is made again for each round, from what is measured then.
 Run      peak memory of examples/pretrain_gpt.py at a sequence of 4096. Not with --quick.
 
 Stock is preset off. All other sides have the kernels of presets fast and max that a block meets; "accel"
-recomputes activations and norms. `--picture FILE` draws a step's memory, operation by operation.
+recomputes activations and norms. `--picture FILE` draws a step's memory, operation by operation, and
+`--samples FILE` writes the numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import io
+import json
 import logging
 import os
 import statistics
@@ -27,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +43,21 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.device.cpu import memory
+from accel.patches import memory_budget
 from accel.testing import bench
 from accel.testing.bench import OURS, row
 from benchmarks._optimizer import alone, enabled
 from benchmarks.step import SECOND, STOCK_FLAGS, Shape, peak_of
 
 NAME = "activation_memory"
-KEPT, ACTIVATION, NORM, SWAPPED, STOCK = (
+KEPT, ACTIVATION, NORM, SWAPPED, STOCK, BUDGET, TIGHT = (
     "accel, all kept",
     "accel, activation",
     "accel, norm",
     "accel, swapped too",
     "stock",
+    "accel, half of stock's",
+    "accel, half of its own",
 )
 FUSED = dict.fromkeys(
     (
@@ -69,7 +78,11 @@ SIDES: dict[str, dict[str, Any]] = {
     OURS: BOTH,
     SWAPPED: {**BOTH, "swap_attention": "all"},
     STOCK: {},
+    BUDGET: {**FUSED, "memory_budget": 1.0},
+    TIGHT: {**FUSED, "memory_budget": 1.0},
 }
+HALF_OF = {BUDGET: STOCK, TIGHT: KEPT}
+"""Sides with a budget, which `plan` sets: half of the activations of another."""
 RECOMPUTING = (ACTIVATION, NORM, OURS)
 
 FULL = replace(SECOND, min_speedup=None)
@@ -90,7 +103,7 @@ LEAST_FLAGS = (
     *("--accel-swap-attention", "all"),
 )
 ROUNDS = 12
-SLOWER = 1.04
+SLOWER, SLOWER_IN_BUDGET = 1.04, 1.1
 """A step may take that much longer than one that keeps everything."""
 MIB = 2**20
 
@@ -235,33 +248,59 @@ def formula(side: str, shape: Shape) -> int:
     return shape.num_layers * freed[side]
 
 
-def time_sides(blocks: Mapping[str, Any], given: Given, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step. Features are switched, and pinned memory is made, in a step before it."""
+def plan(block: Any, given: Given, num_bytes: int) -> str:
+    """Run steps until there is a plan for so many bytes above those that are there, and return its table."""
+    (planner,) = memory_budget.ON
+    seconds(block, given)  # makes the gradients
+    gc.collect()
+    planner.budget = memory.memory_allocated() + num_bytes
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        while planner.plan is None:
+            with planner.watched():
+                seconds(block, given)
+    return told.getvalue()
+
+
+def time_sides(
+    blocks: Mapping[str, Any], given: Given, budgets: Mapping[str, int], rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of a step. Features are switched, plans and pinned memory are made, in steps before it."""
     found: dict[str, list[float]] = {side: [] for side in blocks}
     for _ in range(rounds):
         for side, block in blocks.items():
             with enabled(SIDES[side]):
+                if side in budgets:
+                    plan(block, given, budgets[side])
                 seconds(block, given)
                 found[side].append(seconds(block, given))
     return found
 
 
 def block_rows(shape: Shape, rounds: int) -> list[dict]:
-    blocks, found = {}, {}
+    blocks: dict[str, Any] = {}
+    found: dict[str, Found] = {}
+    budgets: dict[str, int] = {}
+    tables: dict[str, str] = {}
     with one_rank(shape.threads):
         with enabled({}):
             given = draw(shape)
             formulas = {side: formula(side, shape) for side in RECOMPUTING}
-        for side, options in SIDES.items():
-            with enabled(options):
+        for side in SIDES:
+            if side in HALF_OF:
+                kept = found[KEPT]
+                budgets[side] = kept.peak - kept.held + found[HALF_OF[side]].held // 2
+            with enabled(SIDES[side]):
                 blocks[side] = build(shape)
+                if side in budgets:
+                    tables[side] = plan(blocks[side], given, budgets[side])
                 found[side] = measure(blocks[side], given)
-        times = time_sides(blocks, given, rounds)
+        times = time_sides(blocks, given, budgets, rounds)
     return [
         *memory_rows(shape, found),
         *(freed_row(shape, side, found, formulas[side]) for side in RECOMPUTING),
         *gradient_rows(shape, found),
         time_row(shape, times),
+        *budget_rows(shape, found, budgets, tables, times),
     ]
 
 
@@ -269,8 +308,9 @@ def memory_rows(shape: Shape, found: Mapping[str, Found]) -> list[dict]:
     method = (
         "what PyTorch's CPU allocator handed out and had not got back; pinned memory is the host's"
     )
-    held = {side: one.held / MIB for side, one in found.items()}
-    peak = {side: one.peak / MIB for side, one in found.items()}
+    sides = [side for side in found if side not in HALF_OF]
+    held = {side: found[side].held / MIB for side in sides}
+    peak = {side: found[side].peak / MIB for side in sides}
     return [
         row(
             shape.name,
@@ -324,14 +364,15 @@ def gradient_rows(shape: Shape, found: Mapping[str, Found]) -> list[dict]:
             method,
             target=0,
         )
-        for side in (*RECOMPUTING, SWAPPED)
+        for side in (*RECOMPUTING, SWAPPED, *HALF_OF)
     ]
 
 
 def time_row(shape: Shape, times: Mapping[str, list[float]]) -> dict:
-    medians = {side: 1e3 * statistics.median(taken) for side, taken in times.items()}
+    sides = [side for side in times if side not in HALF_OF]
+    medians = {side: 1e3 * statistics.median(times[side]) for side in sides}
     ratios = "; ".join(
-        f"{side} {ratio_to_kept(times[side], times[KEPT])}" for side in times if side != KEPT
+        f"{side} {ratio_to_kept(times[side], times[KEPT])}" for side in sides if side != KEPT
     )
     method = (
         f"{len(times[KEPT])} rounds, the sides in turn in one process, {shape.threads} thread(s); "
@@ -340,6 +381,31 @@ def time_row(shape: Shape, times: Mapping[str, list[float]]) -> dict:
     )
     target = None if shape is QUICK else SLOWER * medians[KEPT]
     return row(shape.name, "step time", "ms", medians, method, target=target)
+
+
+def budget_rows(
+    shape: Shape,
+    found: Mapping[str, Found],
+    budgets: Mapping[str, int],
+    tables: Mapping[str, str],
+    times: Mapping[str, list[float]],
+) -> list[dict]:
+    rows = []
+    for side, budget in budgets.items():
+        name = f"{shape.name}, {side} activations"
+        told = tables[side].splitlines()
+        begin = next(n for n, line in enumerate(told) if ": layers" in line)
+        chosen = "; ".join(" ".join(line.split(": ")[-1].split()) for line in told[begin:])
+        method = f"above what was there before; the plan for it: {chosen}"
+        peak = {OURS: found[side].peak / MIB, KEPT: found[KEPT].peak / MIB}
+        rows.append(row(name, "peak in a budget", "MiB", peak, method, target=budget / MIB))
+        medians = {OURS: times[side], KEPT: times[KEPT]}
+        taken = {who: 1e3 * statistics.median(each) for who, each in medians.items()}
+        target = None if shape is QUICK else SLOWER_IN_BUDGET * taken[KEPT]
+        ratios = ratio_to_kept(times[side], times[KEPT])
+        method = f"median of the rounds' ratios to {KEPT}, and its middle half: {ratios}"
+        rows.append(row(name, "step time in a budget", "ms", taken, method, target=target))
+    return rows
 
 
 def ratio_to_kept(taken: Sequence[float], kept: Sequence[float]) -> str:
@@ -416,15 +482,19 @@ def sample(side: str, shape: Shape) -> Line:
         return Line(sum(w.nbytes for w in weights), samples.gradients, rest, backward)
 
 
-def timeline(path: Path, shape: Shape) -> None:
-    """Draws the memory of a step of stock and of ours, as a PNG file."""
+def lines_of(shape: Shape) -> dict[str, Line]:
+    """Of a step of stock and of ours."""
+    with one_rank(shape.threads):
+        return {side: sample(side, shape) for side in (STOCK, SWAPPED)}
+
+
+def draw_lines(path: Path, shape: Shape, lines: Mapping[str, Line]) -> None:
+    """As a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with one_rank(shape.threads):
-        lines = {side: sample(side, shape) for side in (STOCK, SWAPPED)}
     titles = {STOCK: "stock", SWAPPED: "recomputed activations and norms, swapped attention"}
     figure, panels = pyplot.subplots(1, 2, sharey=True, figsize=(11, 4.5), layout="constrained")
     for panel, (side, line) in zip(panels, lines.items(), strict=True):
@@ -450,11 +520,21 @@ def rows(quick: bool) -> list[dict]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = bench.parser(NAME)
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw a step, as PNG")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw a step, as PNG, and end")
+    parser.add_argument(
+        "--samples", type=Path, metavar="FILE", help="write a step's bytes as JSON, and end"
+    )
     args = parser.parse_args(argv)
     logging.disable(logging.INFO)  # Megatron turns it on, on standard output
-    if args.picture is not None:
-        timeline(args.picture, QUICK if args.quick else FULL)
+    if args.picture or args.samples:
+        shape = QUICK if args.quick else FULL
+        lines = lines_of(shape)
+        if args.picture:
+            draw_lines(args.picture, shape, lines)
+        if args.samples:
+            content = {"shape": shape.name, **{side: asdict(line) for side, line in lines.items()}}
+            args.samples.write_text(json.dumps(content) + "\n")
+        return 0
     return bench.run_rows(NAME, rows, args)
 
 
