@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["line_chart", "print_report", "to_html"]
+__all__ = ["area_chart", "line_chart", "print_report", "to_html"]
 
 _MIB = 1024 * 1024
 _CALM = 0.1  # pairs of turns that differ by more say that other programs took the processor
@@ -102,8 +102,16 @@ def to_html(report: dict[str, Any]) -> str:
         height=150,
         zero_line=True,
     )
+    memory = report["step_memory"]
     parts = {
         "tiles": _tiles(report),
+        "step": html.escape(memory["shape"]),
+        "stock_step": area_chart(memory["stock"], label="stock", top=_largest(memory)),
+        "accel_step": area_chart(
+            memory["accel"],
+            label="accel: recomputed activations and norms, swapped attention",
+            top=_largest(memory),
+        ),
         "curves": curves,
         "difference": difference,
         "how": "".join(f"<li>{html.escape(line)}</li>" for line in report["method"]),
@@ -212,6 +220,70 @@ def line_chart(
     )
 
 
+PARTS = ("weights", "gradients", "activations")
+
+
+def _largest(memory: dict[str, Any]) -> float:
+    """Bytes, of both sides."""
+    return max(sum(moment) for side in ("stock", "accel") for moment in _moments(memory[side]))
+
+
+def _moments(side: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """Bytes of :data:`PARTS` after each operation."""
+    pairs = zip(side["gradients"], side["rest"], strict=True)
+    return [(side["weights"], gradients, rest) for gradients, rest in pairs]
+
+
+def area_chart(side: dict[str, Any], *, label: str, top: float, height: int = 220) -> str:
+    """An SVG of the bytes of a step, operation by operation, stacked by what they are.
+
+    Args:
+        side: ``weights``, ``gradients``, ``rest`` and ``backward`` as ``activation_memory --samples``
+            writes them.
+        label: whose step it is.
+        top: bytes at the upper end of the scale, which both sides share.
+        height: of the picture in pixels; it is 760 wide.
+    """
+    width, left, right, above, below = 760, 56, 110, 26, 12
+    moments = _moments(side)
+    ticks = _ticks([0.0, top / _MIB], around_zero=False)
+
+    def across(number: float) -> float:
+        return left + number / (len(moments) - 1) * (width - left - right)
+
+    def up(num_bytes: float) -> float:
+        return height - below - num_bytes / _MIB / ticks[-1] * (height - above - below)
+
+    parts = [f'<text class="label" x="{left}" y="14">{html.escape(label)}, MiB</text>']
+    for value in ticks:
+        y = up(value * _MIB)
+        parts.append(
+            f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text class="tick" x="{left - 8}" y="{y + 4:.1f}">{value:g}</text>'
+        )
+    floor = [0] * len(moments)
+    for n, name in enumerate(PARTS):
+        ceiling = [below_it + moment[n] for below_it, moment in zip(floor, moments, strict=True)]
+        edge = [*enumerate(ceiling), *reversed([*enumerate(floor)])]
+        path = " ".join(f"{across(at):.1f},{up(value):.1f}" for at, value in edge)
+        parts.append(f'<polygon class="part{n}" points="{path}"/>')
+        y = above + 12 + 18 * (len(PARTS) - 1 - n)
+        parts.append(
+            f'<rect class="part{n}" x="{width - right + 10}" y="{y - 9}" width="10" height="10"/>'
+        )
+        parts.append(f'<text x="{width - right + 26}" y="{y}">{name}</text>')
+        floor = ceiling
+    x = across(side["backward"])
+    parts.append(
+        f'<line class="zero" x1="{x:.1f}" x2="{x:.1f}" y1="{above}" y2="{height - below}"/>'
+    )
+    parts.append(f'<text x="{x + 4:.1f}" y="{above + 10}">backward</text>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{html.escape(label)}">{"".join(parts)}</svg>'
+    )
+
+
 def _ticks(values: Sequence[float], *, around_zero: bool) -> list[float]:
     """Three to seven round numbers, evenly spaced, that enclose ``values``."""
     low, high = min(values), max(values)
@@ -247,6 +319,7 @@ svg .mid { text-anchor: middle; } svg .grid { stroke: var(--line); } svg .zero {
 svg polyline { fill: none; stroke-linejoin: round; stroke-width: 2; }
 svg polyline.stock { stroke: var(--stock); stroke-width: 7; stroke-linecap: round; }
 svg polyline.accel { stroke: var(--accel); }
+svg .part0 { fill: var(--stock); } svg .part1 { fill: var(--soft); } svg .part2 { fill: var(--accel); }
 svg text.name { font-weight: 600; } svg text.accel { fill: var(--accel); }
 table { border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line);
@@ -267,6 +340,9 @@ _PAGE = """<!DOCTYPE html>
 <h2>Loss</h2>{curves}{difference}
 <details><summary>every logged loss</summary>{losses}</details>
 <h2>Speed and memory</h2>{figures}
+<h2>Memory of one step</h2>
+<p class="lead">{step}: bytes that are allocated after each operation of a forward and a backward pass.</p>
+{stock_step}{accel_step}
 <h2>What the model writes</h2>
 <p class="lead">Sampled from the accel side's checkpoint, loaded by one process.</p>{samples}
 <h2>What is active</h2>{features}

@@ -44,7 +44,10 @@ from training import (
 )
 
 RUNS = REPOSITORY / "runs" / "demo"
-OURS = ("stock", "accel", "turns", "logs", "index", "generation", "report.html", "report.json")
+OURS = (
+    *("stock", "accel", "turns", "logs", "index", "generation"),
+    *("step_memory.json", "report.html", "report.json"),
+)
 """What a run replaces in ``RUNS``; whatever else lies there stays."""
 
 PROMPTS = ("def __init__(self", "class Test", "    def test_")
@@ -122,12 +125,24 @@ def generate(plan: Plan, data: Corpus, folder: Path) -> list[str]:
     return texts
 
 
+def step_memory(folder: Path, quick: bool) -> dict[str, Any]:
+    """Bytes after each operation of a step, stock's and ours, of the block that is benchmarked."""
+    path = folder / "step_memory.json"
+    flags = ["--samples", str(path), *(["--quick"] if quick else [])]
+    script = REPOSITORY / "benchmarks" / "activation_memory.py"
+    launch(script, flags, folder / "logs" / "step_memory.log", ranks=1, threads=RANKS)
+    found = json.loads(path.read_text())
+    path.unlink()
+    return {"shape": found["shape"], "stock": found["stock"], "accel": found["accel, swapped too"]}
+
+
 def make_report(
     plan: Plan,
     data: Corpus,
     runs: dict[str, Run],
     result: Comparison,
     samples: list[str],
+    memory: dict[str, Any],
 ) -> dict[str, Any]:
     """The content of ``report.json``: plain types only."""
     return {
@@ -136,6 +151,7 @@ def make_report(
         "patches": runs["accel"].patches,
         "notes": runs["accel"].notes,
         "samples": samples,
+        "step_memory": memory,
         "plan": asdict(plan),
         "corpus": data.manifest,
         "method": method(plan, data),
@@ -227,7 +243,8 @@ def demo(plan: Plan, folder: Path, console: Console) -> None:
     tokens = plan.tokens_per_iteration
     result = compare(runs["stock"], runs["accel"], tokens, plan.turn_steps)
     samples = generate(plan, data, folder)
-    report = make_report(plan, data, runs, result, samples)
+    memory = step_memory(folder, quick=plan is QUICK)
+    report = make_report(plan, data, runs, result, samples, memory)
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     (folder / "report.html").write_text(to_html(report))
     console.print()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import json
 import re
 import sys
@@ -83,7 +84,14 @@ def report(demo: SimpleNamespace, comparison, tmp_path_factory: pytest.TempPathF
     parsed = demo.measure.parse(LOG.format(first="9.0").splitlines())
     runs = {"stock": parsed, "accel": parsed}
     samples = ["def f(x):\n    return x < 1 & 2"]
-    return demo.run.make_report(demo.training.Plan(), data, runs, comparison, samples)
+    step = {
+        "weights": 1 << 20,
+        "gradients": [0, 0, 1 << 20],
+        "rest": [5, 3 << 20, 7],
+        "backward": 2,
+    }
+    memory = {"shape": "2 layers", "stock": step, "accel": step}
+    return demo.run.make_report(demo.training.Plan(), data, runs, comparison, samples, memory)
 
 
 def test_corpus_is_every_readable_file_in_order_and_reads_back(demo, source, tmp_path):
@@ -220,6 +228,23 @@ def test_terminal_report_shows_every_row(demo, report):
     demo.report.print_report(report, Console(file=out, width=120))
     for text in ("2.00 times", "2.00 to 2.00 times", "+0.2500", "host_bf16_gemm", "MiB"):
         assert text in out.getvalue()
+
+
+def test_areas_are_stacked_and_share_a_scale(demo, report):
+    step = report["step_memory"]["stock"]
+    svg = demo.report.area_chart(step, label="x", top=8 << 20)
+    root = ElementTree.fromstring(svg)
+    polygons = [p.get("points") for p in root.iter() if p.tag.endswith("polygon")]
+    corners = [[tuple(map(float, c.split(","))) for c in points.split()] for points in polygons]
+    assert len(corners) == 3
+    for lower, upper in itertools.pairwise(corners):
+        assert lower[:3] == upper[:2:-1]  # the ceiling of one is the floor of the next
+    ticks = [float(t.text) for t in root.iter() if t.get("class") == "tick"]
+    assert ticks[-1] >= 8
+    bottom, largest = corners[0][-1][1], corners[-1][1][1]
+    assert bottom - largest == pytest.approx(4 / ticks[-1] * (220 - 26 - 12), abs=0.2)
+    page = demo.report.to_html(report)
+    assert page.count("<polygon") == 6
 
 
 @pytest.mark.parametrize("values", [[0.0, 0.0], [1e-5, -3e-5], [8.31, 3.97], [4.0, 4.0]])
