@@ -53,8 +53,8 @@ class Recomputed:
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``: a tensor or a tuple with tensors. It runs again in the backward pass, and
-        must do the same then."""
-        if not torch.is_grad_enabled():
+        must do the same then. Inside another call's function it is a part of that, and frees nothing."""
+        if not torch.is_grad_enabled() or is_running():
             return function(*args)
         self._frame = frame = _Frame(function, args, self._generators or default_generators(args))
         with _running(), saved_tensors_hooks(frame.pack, _Saved.unpack):

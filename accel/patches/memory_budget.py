@@ -182,6 +182,7 @@ class Planner:
         """A layer's forward pass."""
         if layer not in self.layers:
             self.layers[layer] = Measured(self.swapping.block)
+            switch(layer, frozenset())  # an earlier plan may have left something on
         measured = self.layers[layer]
         if measured.choice is not None and not measured.choice.whole:
             self.running = measured

@@ -250,6 +250,31 @@ def test_inside_torchs_checkpoint() -> None:
         assert torch.equal(w.grad, b.grad)
 
 
+@pytest.mark.parametrize("outer", [False, True])
+def test_inside_another_one(outer: bool) -> None:
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        call = Recomputed()
+        y = call(F.dropout, call_input(x))
+        out = consumer(y, w)
+        assert call.free(out) == (0 if outer else 8 * 32 * 4)
+        return out
+
+    def call_input(x: Tensor) -> Tensor:
+        return F.silu(x * 1.0)
+
+    grads = []
+    for freed in (False, True):
+        torch.manual_seed(3)
+        x, w = leaf(8, 32), leaf(32, 16, seed=1)
+        if not freed:
+            out = consumer(F.dropout(call_input(x)), w)
+        else:
+            out = Recomputed()(layer, x, w) if outer else layer(x, w)
+        out.square().sum().backward()
+        grads.append((x.grad, w.grad))
+    assert all(map(torch.equal, *grads))
+
+
 def test_a_function_that_changes_is_an_error() -> None:
     x, w, seen = leaf(8, 32), leaf(32, 16, seed=1), []
 

@@ -13,7 +13,7 @@ import torch
 from accel.device.cpu import memory
 from accel.feature import Context, choose, read_settings
 from accel.memory.layer_costs import WHOLE
-from accel.patches import memory_budget, swap_attention
+from accel.patches import memory_budget, recompute_activation, swap_attention
 from tests.ops.contract import needs_native
 
 from .blocks import HIDDEN, TOKENS, block, gradients
@@ -107,6 +107,20 @@ def test_the_peak_is_within_the_budget_and_gradients_are_stocks(
     told = capsys.readouterr().out
     assert "GiB if all is kept" in told
     assert "cannot be saved" not in told
+
+
+@needs_native
+def test_what_an_earlier_plan_switched_on_is_off_again() -> None:
+    with one_rank():
+        expected = gradients(block(1), 5)[0]
+    with one_rank(memory_budget=1.0):
+        module = block(1)
+        memory_budget.switch(module.layers[0], frozenset(memory_budget.PARTS))
+        train(module, 3)
+        layer = module.layers[0]
+        assert not layer.self_attention.checkpoint_core_attention
+        assert not getattr(layer.mlp, recompute_activation.MARK)
+        assert all(map(torch.equal, gradients(module, 5)[0], expected))
 
 
 @needs_native
