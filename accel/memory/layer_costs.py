@@ -68,6 +68,8 @@ class Costs:
     """Of the forward pass."""
     parts: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Part -> bytes and seconds."""
+    twice: dict[str, int] = field(default_factory=dict)
+    """Part -> bytes of its output, where that stays, and is there again while the part is computed again."""
     moved: dict[str, int] = field(default_factory=dict)
     """Part -> bytes that a swap moves, the layer's input among them, unless the part is computed again."""
 
@@ -119,6 +121,7 @@ def measure(
         kept = bytes_of(tensors) if span.keeps_output else 0
         num_bytes, seconds = costs.parts.get(span.part, (0, 0.0))
         costs.parts[span.part] = (num_bytes + after - before - kept, seconds + moment - then)
+        costs.twice[span.part] = costs.twice.get(span.part, 0) + kept
 
     for span in spans:
         handles.append(span.begin(functools.partial(begins, span)))
@@ -210,8 +213,11 @@ def _mean(alike: Sequence[Costs]) -> Costs:
         found = [cost.parts[part] for cost in alike]
         parts[part] = (max(n for n, _ in found), math.fsum(s for _, s in found) / len(found))
     seconds = math.fsum(cost.seconds for cost in alike) / len(alike)
-    moved = {part: max(cost.moved.get(part, 0) for cost in alike) for part in alike[0].moved}
-    return Costs(max(cost.num_bytes for cost in alike), seconds, parts, moved)
+    twice, moved = (
+        {part: max(each.get(part, 0) for each in of_all) for part in of_all[0]}
+        for of_all in ([cost.twice for cost in alike], [cost.moved for cost in alike])
+    )
+    return Costs(max(cost.num_bytes for cost in alike), seconds, parts, twice, moved)
 
 
 def options_of(
@@ -231,13 +237,14 @@ def options_of(
         freed = sum(parts[part][0] for part in chosen)
         seconds = sum(parts[part][1] for part in chosen)
         label, again = "recompute " + " + ".join(chosen), frozenset(chosen)
+        twice = sum(costs.twice.get(part, 0) for part in chosen)
         if chosen:
-            options.append(Choice(label, freed, seconds, workspace=freed, parts=again))
+            options.append(Choice(label, freed, seconds, workspace=freed + twice, parts=again))
         moved = sum(n for part, n in costs.moved.items() if part not in again)
         if moved and copy_rate and not again & not_swapped:
             saved, swap = freed + moved, "swap, " + label if chosen else "swap"
             link = moved / copy_rate
-            options.append(Choice(swap, saved, seconds, link, saved, again, swapped=True))
+            options.append(Choice(swap, saved, seconds, link, saved + twice, again, swapped=True))
     if costs.num_bytes > 0:
         whole = costs.num_bytes
         options.append(Choice(WHOLE, whole, costs.seconds, workspace=whole, whole=True))

@@ -387,16 +387,18 @@ def switch(layer: Any, parts: frozenset[str]) -> None:
 def _row(measured: Measured) -> list[float]:
     costs = measured.costs or Costs()
     parts = [costs.parts.get(part, (0, 0.0)) for part in PARTS]
-    moved = [float(costs.moved.get(part, 0)) for part in (OTHER, *PARTS)]
-    flat = [float(value) for cost in parts for value in cost]
-    return [float(measured.in_flight), float(costs.num_bytes), costs.seconds, *flat, *moved]
+    rest = [costs.twice.get(part, 0) for part in PARTS]
+    rest += [costs.moved.get(part, 0) for part in (OTHER, *PARTS)]
+    flat = [float(value) for value in (*itertools.chain.from_iterable(parts), *rest)]
+    return [float(measured.in_flight), float(costs.num_bytes), costs.seconds, *flat]
 
 
 def _costs(row: Sequence[float]) -> Costs:
     rest = iter(row[3:])
     parts = {part: (int(next(rest)), next(rest)) for part in PARTS}
+    twice = {part: int(next(rest)) for part in PARTS}
     moved = {part: int(next(rest)) for part in (OTHER, *PARTS)}
-    return Costs(int(row[1]), row[2], parts, moved)
+    return Costs(int(row[1]), row[2], parts, twice, moved)
 
 
 def _device() -> torch.device:

@@ -60,6 +60,7 @@ def test_bytes_of_spans_and_of_all() -> None:
     assert costs.parts["exp"][0] == pytest.approx(BYTES, abs=512)
     assert costs.parts["twice"][0] == pytest.approx(BYTES, abs=512)
     assert costs.parts["kept"][0] == pytest.approx(0, abs=512)
+    assert costs.twice == {"exp": 0, "twice": 0, "kept": BYTES}
     assert costs.num_bytes == pytest.approx(4 * BYTES, abs=512)
     assert costs.seconds >= costs.parts["exp"][1] > 0
     assert not toy.first._forward_hooks
@@ -117,6 +118,7 @@ def test_options_are_all_parts_together_the_whole_and_swaps() -> None:
         100,
         5.0,
         {"norms": (10, 0.5), "activation": (20, 0.25), "nothing": (0, 0.0)},
+        {"activation": 3},
         {OTHER: 7, "norms": 15},
     )
     layer = options_of("3", costs)
@@ -124,8 +126,8 @@ def test_options_are_all_parts_together_the_whole_and_swaps() -> None:
     recomputed = {
         KEEP: (0, 0.0, 0, 0.0),
         "recompute norms": (10, 0.5, 10, 0.0),
-        "recompute activation": (20, 0.25, 20, 0.0),
-        "recompute norms + activation": (30, 0.75, 30, 0.0),
+        "recompute activation": (20, 0.25, 23, 0.0),
+        "recompute norms + activation": (30, 0.75, 33, 0.0),
         WHOLE: (100, 5.0, 100, 0.0),
     }
     assert numbers == recomputed
