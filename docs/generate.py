@@ -1,4 +1,4 @@
-"""Writes docs/features/*.md and docs/benchmarks.md from the features and from benchmarks/results.
+"""Writes docs/features/*.md, docs/benchmarks.md and docs/schedules.md from what they are about.
 
     python docs/generate.py [--check]
 
@@ -12,6 +12,8 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import schedules
 
 from accel.cli.features import describe
 from accel.feature import Feature
@@ -28,7 +30,7 @@ def pages() -> dict[Path, str]:
     made = {DOCS / "features" / f"{feature.name}.md": feature_page(feature) for feature in FEATURES}
     made[DOCS / "features" / "README.md"] = overview()
     made[DOCS / "benchmarks.md"] = benchmarks_page()
-    return made
+    return made | schedules.pages(DOCS, GENERATED, table)
 
 
 def overview() -> str:

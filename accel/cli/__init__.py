@@ -22,6 +22,7 @@ COMMANDS = {
     "features": "every feature: its flag, the preset that turns it on, its limits",
     "patches": "every patch, its contract, and whether it fits the installed Megatron",
     "bench": "run one benchmark of a checkout and compare with its peers",
+    "schedule": "a pipeline schedule: check it, time it, draw it, compare it with Megatron's",
 }
 
 

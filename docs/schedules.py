@@ -1,0 +1,98 @@
+"""The page about pipeline schedules, with its figures and pictures; docs/generate.py writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from accel.parallel.schedule import (
+    Schedule,
+    Timeline,
+    Times,
+    dualpipe_v,
+    interleaved,
+    one_f_one_b,
+    simulate,
+    to_svg,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_v,
+)
+
+SHAPES: Mapping[str, tuple[int, Callable[[int, int], Schedule]]] = {
+    "1F1B": (1, one_f_one_b),
+    "interleaved": (2, lambda p, m: interleaved(p, 2, m)),
+    "interleaved, 1 more in warm-up": (2, lambda p, m: interleaved(p, 2, m, extra_warmup=1)),
+    "ZB-H1": (1, zb_h1),
+    "ZB-V": (2, zb_v),
+    "V-Half": (2, v_half),
+    "V-Min": (2, v_min),
+    "DualPipeV": (2, dualpipe_v),
+}
+"""Name -> chunks of a rank, and the generator."""
+DRAWN = ("interleaved", "interleaved, 1 more in warm-up", "ZB-V", "DualPipeV")
+
+TEXT = """{generated}
+# Pipeline schedules
+
+A schedule is data: for each rank an ordered list of what it computes, sends and receives
+(`accel/parallel/schedule`). It is checked before anything runs (every value is there when it is taken, each
+send has its receive in the same order, no rank waits for ever), timed by a simulator that is exact for
+whole numbers and fractions, and drawn. They are not run yet: Megatron trains with its own.
+
+```bash
+python -m accel schedule --pp 4 --vpp 2 --microbatches 16 --extra-warmup 1 --transfer 0.3 --render out.svg
+python -m accel schedule --schedule zb-v --pp 8 --microbatches 32 --json
+python -m accel schedule --pp 4 --microbatches 8 --write mine.json    # edit it, then --read mine.json
+```
+
+`interleaved` is Megatron's, action by action, as its own order functions say in the tests; DualPipeV is
+that of torch's `ScheduleDualPipeV`. With K more forwards in warm-up, the forward and the backward that
+follow each other belong to two micro-batches on every rank, so that the transfers and the experts'
+all-to-alls of one can go on behind the other; the price is K more chunks in flight. The simulator sees
+transfers between ranks alone, none inside a layer: with transfers in the background it finds no gain in a
+longer warm-up, as Megatron's order hides them already.
+
+8 ranks, 32 micro-batches, transfers that take no time; a whole backward takes twice a forward, half of it
+for the weights. The unit is the forward pass of half a rank's layers:
+
+{table}
+In flight: the most activations that a rank holds, in halves of a rank's layers. The share is that of the
+whole time. No schedule with two chunks can idle less than 7, for the last rank begins so late; what the
+papers call zero bubble counts each rank's time from its own start.
+
+4 ranks, 8 micro-batches:
+
+{pictures}"""
+
+
+def pages(
+    docs: Path, generated: str, table: Callable[[tuple[str, ...], list[tuple[str, ...]]], str]
+) -> dict[Path, str]:
+    """The page, and its pictures."""
+    made = {docs / "schedules" / f"{_slug(name)}.svg": to_svg(_timed(name, 4, 8)) for name in DRAWN}
+    pictures = "\n\n".join(f"{name}:\n\n![{name}](schedules/{_slug(name)}.svg)" for name in DRAWN)
+    head = ("schedule", "chunks of a rank", "bubble", "share", "in flight")
+    rows = [_row(name) for name in SHAPES]
+    text = TEXT.format(generated=generated, table=table(head, rows), pictures=pictures)
+    return {**made, docs / "schedules.md": text + "\n"}
+
+
+def _timed(name: str, ranks: int, micro_batches: int) -> Timeline:
+    """In the time of half a rank's layers."""
+    chunks, generator = SHAPES[name]
+    unit = 2 // chunks
+    return simulate(generator(ranks, micro_batches), Times(unit, 2 * unit, unit))
+
+
+def _row(name: str) -> tuple[str, ...]:
+    timeline = _timed(name, 8, 32)
+    chunks, _ = SHAPES[name]
+    held = max(timeline.in_flight) * (2 // chunks)
+    share = f"{float(timeline.bubble_share):.1%}"
+    return name, str(chunks), f"{float(timeline.bubble):g}", share, str(held)
+
+
+def _slug(name: str) -> str:
+    return "-".join(name.lower().replace(",", "").split())
