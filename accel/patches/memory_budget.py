@@ -72,7 +72,7 @@ class Measured:
     """One layer: what it costs, and what it does."""
 
     def __init__(self, block: Any) -> None:
-        self.block = block
+        self.block = None if block is None else weakref.ref(block)
         """The block in which it runs; None: it runs in none."""
         self.costs: Costs | None = None
         self.choice: Choice | None = None
@@ -232,7 +232,7 @@ class Planner:
         # the last layer of a block waits for its copies before anything hides them
         blocks = [*(measured.block for _, measured in layers), None]
         rates = [
-            1 / of_a_byte if block is not None and block is behind else 0.0
+            1 / of_a_byte if block is not None and block == behind else 0.0
             for block, behind in itertools.pairwise(blocks)
         ]
         problem = [

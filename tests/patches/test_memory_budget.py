@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,6 +122,18 @@ def test_what_an_earlier_plan_switched_on_is_off_again() -> None:
         assert not layer.self_attention.checkpoint_core_attention
         assert not getattr(layer.mlp, recompute_activation.MARK)
         assert all(map(torch.equal, gradients(module, 5)[0], expected))
+
+
+@needs_native
+def test_a_model_that_nobody_holds_is_let_go() -> None:
+    with one_rank(memory_budget=1.0):
+        module = block(2)
+        train(module, 3)
+        layers = [weakref.ref(layer) for layer in module.layers]
+        assert len(memory_budget.ON[0].layers) == 2
+        del module
+        gc.collect()
+        assert [layer() for layer in layers] == [None, None]
 
 
 @needs_native
