@@ -220,7 +220,7 @@ def line_chart(
     )
 
 
-PARTS = ("weights", "gradients", "activations")
+PARTS = ("weights", "gradients", "activations and temporaries")
 
 
 def _largest(memory: dict[str, Any]) -> float:
@@ -244,7 +244,7 @@ def area_chart(side: dict[str, Any], *, label: str, top: float, height: int = 22
         top: bytes at the upper end of the scale, which both sides share.
         height: of the picture in pixels; it is 760 wide.
     """
-    width, left, right, above, below = 760, 56, 110, 26, 12
+    width, left, right, above, below = 760, 56, 196, 26, 12
     moments = _moments(side)
     ticks = _ticks([0.0, top / _MIB], around_zero=False)
 

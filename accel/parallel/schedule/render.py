@@ -21,7 +21,7 @@ _COLORS = {
 }
 """Of the even and of the odd chunks."""
 _WAIT = "#e45756"
-_ROW, _BAR, _LEFT, _TOP, _LEGEND = 28, 22, 64, 34, 190
+_ROW, _BAR, _LEFT, _TOP, _LEGEND = 28, 22, 64, 34, 200
 """Heights of a rank and of its boxes, room for the labels, and for a name in the legend, in pixels."""
 
 
