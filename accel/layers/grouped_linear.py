@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor
 from accel.layers.base import ParallelLayer
 from accel.ops import grouped_gemm
 from accel.ops.grouped_gemm import accumulate_wgrad
+from accel.parallel import split_backward
 from accel.parallel.linear import Layout, leave_gradient, main_grad_of, weight_gradient_added
+from accel.parallel.split_backward import WeightPart
 
 __all__ = ["GroupedLinear", "add_biases", "grouped_linear"]
 
@@ -46,6 +49,7 @@ class _GroupedLinear(torch.autograd.Function):
         return grouped_gemm(x_TK, weights, tokens_per_expert, transpose_b=True)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy_TN,) = grads
         x_TK, counts = ctx.saved_tensors
@@ -55,11 +59,32 @@ class _GroupedLinear(torch.autograd.Function):
             dx_TK = grouped_gemm(dy_TN, [w.detach() for w in weights], counts)
         dws: list[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[3:]):
+            part = split_backward.current()
             if layout.delayed is not None:
                 layout.delayed.put(lambda: _add_later(weights, dy_TN, x_TK, counts, layout))
+            elif part is not None and all(w.is_leaf and w.requires_grad for w in weights):
+                _put_off(part, weights, dy_TN, x_TK, counts, layout)
             else:
                 dws = _weight_gradients(weights, dy_TN, x_TK, counts, layout)
         return dx_TK, None, None, *dws
+
+
+def _put_off(
+    part: WeightPart,
+    weights: Sequence[Tensor],
+    dy_TN: Tensor,
+    x_TK: Tensor,
+    counts: Tensor,
+    layout: Layout,
+) -> None:
+    """The first one's work computes all; each takes its own, in the order of the weights."""
+
+    @functools.cache
+    def left() -> list[Tensor | None]:
+        return _weight_gradients(weights, dy_TN, x_TK, counts, layout)
+
+    for weight in weights:
+        part.put(weight, lambda: left().pop(0))
 
 
 @torch.no_grad()

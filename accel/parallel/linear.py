@@ -8,7 +8,8 @@ Letters     T  rows, the product of all dimensions of x but the last;   K  in;  
 Collectives with sequence parallelism `gather` is an all-gather and `reduce` a reduce-scatter over the
             first dimension of x; without it they are the identity and an all-reduce. In the backward
             of a column layer, x is gathered again while dx is formed, and dx is reduced while dW is
-            formed.
+            formed. The input part of a split backward leaves both for later, dW and that gather
+            (`accel.parallel.split_backward`).
 Dtypes      x, W, b: one dtype. `main_grad`: float32, or that dtype.
 Saved       x as it came in (the rank's own rows under sequence parallelism) and W.
 Order       the products, sums and roundings of Megatron's own layers, so their bits.
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel.ops import gemm_accumulate_ref
+from accel.parallel import split_backward
 from accel.parallel.collectives import gather_rows, reduce_scatter_rows
 
 __all__ = [
@@ -127,6 +129,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layout: Layout = ctx.layout
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_weight = needs_weight and not _put_off(ctx.weight, dy, x, layout)
         waiting = None
         if needs_weight:
             x, waiting = _gathered(x, layout, async_op=True)
@@ -164,6 +167,20 @@ class _Reduce(torch.autograd.Function):
             assert layout.group is not None
             dy, _ = gather_rows(dy, layout.group)
         return dy, None
+
+
+def _put_off(weight: Any, dy: Tensor, x: Tensor, layout: Layout) -> bool:
+    """Leave the weight gradient to the weights' part of a split backward, if this is its input part."""
+    part = split_backward.current()
+    if part is None or layout.delayed is not None or not weight.is_leaf:
+        return False
+
+    def work() -> Tensor | None:
+        whole, _ = _gathered(x, layout)
+        return _weight_gradient(weight, dy.reshape(-1, dy.shape[-1]), whole, layout)
+
+    part.put(weight, work)
+    return True
 
 
 def _weight_gradient(weight: Any, dy_TN: Tensor, x: Tensor, layout: Layout) -> Tensor | None:

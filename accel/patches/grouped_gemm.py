@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from accel.feature import Feature
+from accel.layers.grouped_linear import grouped_linear
 from accel.ops import grouped_gemm
 from accel.ops._dispatch import log_fallback
-from accel.ops.grouped_gemm import accumulate_wgrad
-from accel.parallel.linear import weight_gradient_added
+from accel.parallel.linear import Layout
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -50,32 +50,11 @@ class GroupedLinear(torch.nn.Module):
                 hook(layer, (x_TK,))
         weights = [layer.weight for layer in self.layers]
         # One after the other, empty experts would have a gradient of 0 as well.
-        if self.layers[0].gradient_accumulation_fusion and all(w.requires_grad for w in weights):
-            return _GroupedProduct.apply(x_TK, self.tokens_per_expert, *weights), None
+        if all(w.requires_grad for w in weights):
+            layout = Layout(into_main_grad=self.layers[0].gradient_accumulation_fusion)
+            return grouped_linear(x_TK, weights, self.tokens_per_expert, layout), None
         y_TN = grouped_gemm(x_TK, weights, self.tokens_per_expert, transpose_b=True)
         return y_TN, None
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """Adds weight gradients to ``main_grad``, by the contract of Megatron's linear layers."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, tokens_per_expert: Tensor, *weights: Tensor) -> Tensor:
-        ctx.weights = weights
-        ctx.save_for_backward(x_TK, tokens_per_expert)
-        return grouped_gemm(x_TK, weights, tokens_per_expert, transpose_b=True)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
-        x_TK, tokens_per_expert = ctx.saved_tensors
-        weights = [w.detach() for w in ctx.weights]
-        dx_TK = None
-        if ctx.needs_input_grad[0]:
-            dx_TK = grouped_gemm(dy_TN, weights, tokens_per_expert)
-        main_grads = [w.main_grad for w in ctx.weights]
-        accumulate_wgrad(dy_TN, x_TK, tokens_per_expert, main_grads, transpose_b=True)
-        return dx_TK, None, *(weight_gradient_added(w) for w in ctx.weights)
 
 
 def sequential_reason(experts: Any) -> str | None:

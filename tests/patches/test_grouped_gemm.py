@@ -25,13 +25,13 @@ def test_the_experts_really_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None
     from accel.patches import grouped_gemm
 
     calls = []
-    product = grouped_gemm.grouped_gemm
+    product = grouped_gemm.grouped_linear
 
     def counted(*args, **options):
         calls.append(1)
         return product(*args, **options)
 
-    monkeypatch.setattr(grouped_gemm, "grouped_gemm", counted)
+    monkeypatch.setattr(grouped_gemm, "grouped_linear", counted)
     with one_rank("off", grouped_gemm=True):
         step(build())
     assert len(calls) == 2, "one for each linear layer of all experts"
