@@ -11,19 +11,9 @@ from accel.cli import tables
 from accel.cli.parser import Parser
 from accel.parallel import schedule as schedules
 from accel.parallel.schedule import Schedule, Timeline, Times
+from accel.parallel.schedule.names import INTERLEAVED, NAMED, named
 
 __all__ = ["main"]
-
-INTERLEAVED = "interleaved"
-"""With one chunk of a rank it is 1F1B."""
-SPLIT: dict[str, tuple[int, Callable[[int, int], Schedule]]] = {
-    "zb-h1": (1, schedules.zb_h1),
-    "zb-v": (2, schedules.zb_v),
-    "v-half": (2, schedules.v_half),
-    "v-min": (2, schedules.v_min),
-    "dualpipev": (2, schedules.dualpipe_v),
-}
-"""Schedules with parts of backward passes: how many chunks a rank has, and who makes them."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,7 +46,7 @@ def _parser() -> Parser:
     add("--pp", type=int, default=4, metavar="P", help="ranks of the pipeline (%(default)s)")
     add("--vpp", type=int, metavar="V", help="chunks of a rank (1; of a V: 2)")
     add("--microbatches", type=int, default=16, metavar="M", help="(%(default)s)")
-    add("--schedule", default=INTERLEAVED, choices=[INTERLEAVED, *SPLIT], help="(%(default)s)")
+    add("--schedule", default=INTERLEAVED, choices=[INTERLEAVED, *NAMED], help="(%(default)s)")
     add("--extra-warmup", type=int, default=0, metavar="K", help="forwards more than Megatron's")
     add("--group-size", type=int, metavar="G", help="micro-batches of a virtual stage's turn (P)")
     add("--forward", type=float, default=1.0, metavar="S", help="seconds of a chunk (%(default)s)")
@@ -87,7 +77,7 @@ def _name(args: Any) -> str:
 def _made(args: Any) -> Schedule:
     if args.schedule == INTERLEAVED:
         return _megatrons(1 if args.vpp is None else args.vpp, args, args.extra_warmup)
-    chunks, generator = SPLIT[args.schedule]
+    chunks = NAMED[args.schedule].chunks
     for flag, value, fits in (
         ("--vpp", args.vpp, (None, chunks)),
         ("--extra-warmup", args.extra_warmup, (0,)),
@@ -98,17 +88,13 @@ def _made(args: Any) -> Schedule:
                 f"{flag} {value}: --schedule {args.schedule} has --vpp {chunks}, no extra warm-up "
                 "and no groups"
             )
-    return generator(args.pp, args.microbatches)
+    return named(args.schedule, args.pp, chunks, args.microbatches)
 
 
 def _megatrons(chunks: int, args: Any, extra_warmup: int = 0) -> Schedule:
-    if chunks != 1:
-        return schedules.interleaved(
-            args.pp, chunks, args.microbatches, args.group_size, extra_warmup
-        )
-    if extra_warmup or args.group_size is not None:
+    if chunks == 1 and (extra_warmup or args.group_size is not None):
         raise ValueError("--extra-warmup and --group-size are for --vpp 2 or more")
-    return schedules.one_f_one_b(args.pp, args.microbatches)
+    return named(INTERLEAVED, args.pp, chunks, args.microbatches, args.group_size, extra_warmup)
 
 
 def _to_compare(chunks: int, args: Any) -> Schedule | None:

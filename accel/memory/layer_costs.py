@@ -26,18 +26,7 @@ from accel.memory import recompute
 from accel.memory.planner import Layer, Option
 from accel.memory.swap import Swap
 
-__all__ = [
-    "KEEP",
-    "WHOLE",
-    "Choice",
-    "Costs",
-    "Movable",
-    "Span",
-    "evened",
-    "measure",
-    "options_of",
-    "reader",
-]
+__all__ = ["KEEP", "WHOLE", "Choice", "Costs", "Movable", "Span", "evened", "measure", "options_of"]
 
 _PAGE = 4096
 KEEP, WHOLE = "keep", "recompute layer"
@@ -96,19 +85,6 @@ class Choice(Option):
     swapped: bool = False
 
 
-def reader(device: torch.device) -> Callable[[], tuple[int, float]]:
-    """Gives the bytes that are allocated and the time, in seconds, once the device is done."""
-    if device.type == "cpu":
-        return lambda: (memory.memory_allocated(), time.perf_counter())
-    module = torch.get_device_module(device)
-
-    def now() -> tuple[int, float]:
-        module.synchronize()
-        return module.memory_allocated(), time.perf_counter()
-
-    return now
-
-
 @contextlib.contextmanager
 def measure(
     device: torch.device, spans: Sequence[Span], movable: Movable | None = None
@@ -119,7 +95,13 @@ def measure(
     the second one of a :class:`~accel.memory.recompute.Recomputed`.
     """
 
-    now = reader(device)
+    def now() -> tuple[int, float]:
+        if device.type == "cpu":
+            return memory.memory_allocated(), time.perf_counter()
+        module = torch.get_device_module(device)
+        module.synchronize()
+        return module.memory_allocated(), time.perf_counter()
+
     costs = Costs()
     moves = _Moves(movable)
     handles = moves.hooks()

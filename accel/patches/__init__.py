@@ -41,10 +41,12 @@ from accel.patches import (
     recompute_modules,
     recompute_norm,
     rope_fusion,
+    schedule,
     shared_weights,
     spec_checkpoints,
     swap_attention,
     te_layers,
+    vpp_extra_warmup,
 )
 
 __all__ = ["FEATURES"]
@@ -86,6 +88,8 @@ FEATURES: tuple[Feature, ...] = (
     recompute_norm.FEATURE,
     swap_attention.FEATURE,
     memory_budget.FEATURE,
+    schedule.FEATURE,
+    vpp_extra_warmup.FEATURE,
     inplace_activation_grad.FEATURE,
     host_bf16_gemm.FEATURE,
     host_half_collectives.FEATURE,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from accel.cli import main
-from accel.cli.schedule import SPLIT
+from accel.parallel.schedule.names import NAMED
 
 FOUR_RANKS = ["--pp", "4", "--vpp", "2", "--microbatches", "16"]
 
@@ -35,11 +35,11 @@ def test_more_warm_up_stands_beside_megatrons(capsys: pytest.CaptureFixture[str]
     assert ours["bubble"] == stock["bubble"]
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("name", NAMED)
 def test_each_schedule_is_timed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     ours, stock = figures(capsys, "--schedule", name, "--pp", "4", "--microbatches", "16")
     assert ours["schedule"] == name
-    chunks = SPLIT[name][0]
+    chunks = NAMED[name].chunks
     for found in (ours, stock):
         assert {rank["busy"] for rank in found["ranks"]} == {chunks * 16 * 3.0}
     assert name in ("v-half", "v-min") or ours["bubble"] < stock["bubble"]

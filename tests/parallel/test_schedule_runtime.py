@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from accel.parallel.schedule import Event, Kind, Schedule, forward_only, validate, with_transfers
+from accel.parallel.schedule import Event, Schedule, forward_only, validate, with_transfers
 from accel.parallel.schedule.names import INTERLEAVED, NAMED, named, named_forward_only
 from accel.parallel.schedule.runtime import run
 
@@ -40,7 +40,8 @@ class Queues:
 
 class QueueLink:
     def __init__(self, queues: Queues, rank: int) -> None:
-        self.queues, self.rank, self.finished = queues, rank, False
+        self.queues, self.rank = queues, rank
+        self.finished = self.abandoned = False
 
     def send(self, target: int, value: Tensor) -> None:
         assert not value.requires_grad
@@ -63,6 +64,9 @@ class QueueLink:
 
     def finish(self) -> None:
         self.finished = True
+
+    def abandon(self) -> None:
+        self.abandoned = True
 
 
 def trained(schedule: Schedule, ahead: int = 2) -> tuple[list[TanhStages], Queues]:
@@ -168,6 +172,7 @@ def test_a_stage_that_fails_ends_the_run() -> None:
         raise FloatingPointError("overflow")
 
     stages.forward = fails  # type: ignore[method-assign]
+    link = Queues().of(0)
     with pytest.raises(FloatingPointError, match="overflow"):
-        run(schedule, 0, stages, Queues().of(0))
-    assert Kind.FORWARD.computes
+        run(schedule, 0, stages, link)
+    assert (link.finished, link.abandoned) == (False, True)

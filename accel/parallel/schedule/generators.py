@@ -107,9 +107,8 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     """
     check_counts(p=p, m=m)
     if m < 2 * p:
-        raise ValueError(
-            f"p = {p}, m = {m}: DualPipeV wants m of 2 p = {2 * p} or more, or p of {m // 2}"
-        )
+        fewer = f", or p of {m // 2}" if m > 1 else ""
+        raise ValueError(f"p = {p}, m = {m}: DualPipeV wants m of 2 p = {2 * p} or more{fewer}")
     return Schedule(p, 2, m, Placement.V, tuple(_dualpipe_v(p, r, m) for r in range(p)))
 
 

@@ -1,7 +1,8 @@
 """The link of a pipeline's ranks: `torch.distributed` point to point, one group for each direction.
 
 With one group the sends of two neighbours would wait for each other where a backend does them in one order
-(NCCL). Values to higher ranks go through `up`, those to lower ranks through `down`.
+(NCCL). Values to higher ranks go through `up`, those to lower ranks through `down`; `connect` makes the
+connections of both, which on NCCL waits for the other rank, before any rank waits for another thing.
 
     sized       each value is sent behind its sizes (16 int64); else all have one shape
     kept        a sent value until it is gone. Gloo tells that only to one who waits: a thread does
@@ -52,6 +53,8 @@ class GroupLink:
         self._sent = _Threaded() if device.type == "cpu" else _Polled()
 
     def send(self, target: int, value: Tensor) -> None:
+        if value.dtype is not self.dtype:
+            raise ValueError(f"a stage's output is {value.dtype}, the pipeline sends {self.dtype}")
         if self.sized:
             self._isend(target, self._sizes(value))
         elif tuple(value.shape) != self.shape:
@@ -76,6 +79,19 @@ class GroupLink:
     def finish(self) -> None:
         self._sent.finish()
 
+    def abandon(self) -> None:
+        """After an error: what was sent is waited for no longer."""
+        self._sent.abandon()
+
+    def connect(self) -> None:
+        """One element there and back between each two neighbours, the last rank and the first too, in one
+        order. All ranks call it, once for their groups."""
+        ranks = dist.get_world_size(self.up)
+        pairs = {(r, r + 1) for r in range(ranks - 1)} | ({(0, ranks - 1)} if ranks > 2 else set())
+        for lower, upper in sorted(pairs):
+            if self.rank in (lower, upper):
+                self._round_trip(lower, upper, 1)
+
     def round_trips(self, rounds: int = 3) -> tuple[float, float]:
         """Half of the quickest round trip with the next rank, in seconds: of one element, and of `shape`. All
         ranks call it; the last one gets zeros."""
@@ -85,17 +101,17 @@ class GroupLink:
             dist.barrier(self.up)
             if self.rank in (lower, lower + 1):
                 for size in sizes:
-                    seconds = min(self._round_trip(lower, size) for _ in range(rounds))
+                    seconds = min(self._round_trip(lower, lower + 1, size) for _ in range(rounds))
                     found[size] = seconds / 2 if self.rank == lower else found[size]
         return found[sizes[0]], found[sizes[1]]
 
-    def _round_trip(self, lower: int, size: int) -> float:
+    def _round_trip(self, lower: int, upper: int, size: int) -> float:
         value = torch.empty(size, dtype=self.dtype, device=self.device)
         synchronize(self.device)
         start = perf_counter()
         if self.rank == lower:
-            dist.send(value, group=self.up, group_dst=lower + 1)
-            dist.recv(value, group=self.down, group_src=lower + 1)
+            dist.send(value, group=self.up, group_dst=upper)
+            dist.recv(value, group=self.down, group_src=upper)
         else:
             dist.recv(value, group=self.up, group_src=lower)
             dist.send(value, group=self.down, group_dst=lower)
@@ -111,7 +127,7 @@ class GroupLink:
         self._sent.add(work, value)
 
     def _irecv(self, source: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Any]:
-        value = torch.empty(*shape, dtype=dtype, device=self.device)
+        value = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         work = dist.irecv(value, group=self._group(source, self.rank), group_src=source)
         return value, work
 
@@ -175,6 +191,9 @@ class _Polled:
         while self._sent:
             self._sent.popleft()[0].wait()
 
+    def abandon(self) -> None:
+        self._sent.clear()
+
 
 class _Threaded:
     """The same, where only waiting tells: a thread waits for the oldest, from the first send to `finish`."""
@@ -198,6 +217,9 @@ class _Threaded:
             self._thread = None
         if self._failed:
             raise self._failed.pop()
+
+    def abandon(self) -> None:
+        self._queue.put(None)
 
     def _wait(self) -> None:
         while (sent := self._queue.get()) is not None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from time import perf_counter
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,16 +20,30 @@ from torch import Tensor
 
 from accel.parallel.schedule.actions import Action, Kind, Schedule, in_flight
 from accel.parallel.schedule.engine import Times
-from accel.parallel.schedule.link import GroupLink
+from accel.parallel.schedule.link import GroupLink, synchronize
 from accel.parallel.schedule.runtime import Stages, run
-from accel.parallel.schedule.simulate import simulate
+from accel.parallel.schedule.simulate import Timeline, simulate
 
-__all__ = ["Found", "Measurement", "Reading"]
+__all__ = ["Clock", "Found", "Measurement"]
 
 _MIB = 1 << 20
 
-Reading = Callable[[], tuple[int, float]]
-"""Bytes that are allocated and the time, in seconds, once the device is done."""
+Stamp = Any
+"""A point of time on the stream of the passes."""
+
+
+class Clock(Protocol):
+    """Of a device. It waits for nothing: receives that are posted ahead are in flight."""
+
+    def stamp(self) -> Stamp: ...
+
+    def seconds(self, start: Stamp, end: Stamp) -> float:
+        """Between two stamps; once the device is done with both."""
+        ...
+
+    def allocated(self) -> int:
+        """Bytes."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -41,8 +56,19 @@ class Found:
     step: float
     """Seconds of the passes of one step: the slowest rank, the mean of the steps."""
 
-    def compare(self, name: str, schedule: Schedule, stock: Schedule | None) -> list[str]:
-        """Lines to print."""
+    def compare(
+        self,
+        name: str,
+        schedule: Schedule,
+        stock: Schedule | None,
+        others: Mapping[str, Schedule] = {},
+    ) -> list[str]:
+        """Lines to print.
+
+        Args:
+            stock: Megatron's order with the same counts, if there is one.
+            others: what could be had in place of `schedule`, and how.
+        """
         ours = simulate(schedule, self.times)
         lines = [
             f"{name}: {_ms(self.step)} ms a step were measured, {_ms(ours.makespan)} ms are predicted by the "
@@ -65,56 +91,74 @@ class Found:
             verdict = f"no gain is predicted over Megatron's own order ({_ms(theirs.makespan)} ms)"
         else:
             verdict = f"{gain:.1%} less than Megatron's own order ({_ms(theirs.makespan)} ms) is predicted"
-        return [*lines, f"{verdict}; {held}"]
+        return [*lines, f"{verdict}; {held}", *self._better(ours, others)]
+
+    def _better(self, ours: Timeline, others: Mapping[str, Schedule]) -> list[str]:
+        """A line on what would be quicker by 1 % or more."""
+        timed = {how: simulate(other, self.times) for how, other in others.items()}
+        if not timed:
+            return []
+        how = min(timed, key=lambda each: (timed[each].makespan, max(timed[each].in_flight)))
+        best = timed[how]
+        if best.makespan > 0.99 * float(ours.makespan):
+            return []
+        more = max(best.in_flight) - max(ours.in_flight)
+        return [f"{how}: {_ms(best.makespan)} ms are predicted, with {more:+d} chunks in flight"]
 
 
 class Measurement:
     """Runs a pipeline's steps, and measures two of them.
 
     Args:
-        steps: measured, once `skipped` have passed.
-        reader: gives a `Reading` of a device.
+        clock: of a device.
         tell: is given what was found, once, on every rank.
+        skipped: steps before these.
+        steps: that are measured.
     """
 
     def __init__(
         self,
-        reader: Callable[[torch.device], Reading],
+        clock: Callable[[torch.device], Clock],
         tell: Callable[[Schedule, Found], object],
         *,
         skipped: int = 2,
         steps: int = 2,
     ) -> None:
-        self._reader, self._tell = reader, tell
+        self._clock, self._tell = clock, tell
         self._before, self._left = skipped, steps
-        self._passes: list[_Passes] = []
-        self._seconds: list[float] = []
         self._of: Schedule | None = None
+        self._samples: _Samples = defaultdict(list)
+        self._seconds: list[float] = []
 
-    def run(self, schedule: Schedule, rank: int, stages: Stages, link: GroupLink) -> None:
+    def run(
+        self, schedule: Schedule, rank: int, stages: Stages, link: GroupLink, *, ahead: int
+    ) -> None:
         """`runtime.run`. All ranks of the pipeline count the same steps."""
         if self._before > 0 or self._left == 0:
             self._before -= self._before > 0
-            return run(schedule, rank, stages, link)
+            return run(schedule, rank, stages, link, ahead=ahead)
         if self._of is not schedule:  # another number of micro-batches: begin anew
-            self._of, self._passes, self._seconds = schedule, [], []
-        read = self._reader(link.device)
-        passes = _Passes(stages, read)
+            self._of, self._seconds = schedule, []
+            self._samples.clear()
+        clock = self._clock(link.device)
+        passes = _Passes(stages, clock)
         dist.barrier(link.up)
-        start = read()[1]
-        run(schedule, rank, passes, link)
-        self._seconds.append(read()[1] - start)
-        self._passes.append(passes)
-        if len(self._passes) == self._left:
-            self._left = 0
-            self._tell(schedule, self._found(schedule, rank, link))
+        synchronize(link.device)
+        start = perf_counter()
+        run(schedule, rank, passes, link, ahead=ahead)
+        synchronize(link.device)
+        self._seconds.append(perf_counter() - start)
+        for key, noted in passes.noted.items():
+            self._samples[key] += [(clock.seconds(a, b), kept) for a, b, kept in noted]
+        if len(self._seconds) == self._left:
+            found = self._found(schedule, link)
+            self._left, self._of = 0, None
+            self._samples.clear()
+            self._tell(schedule, found)
 
-    def _found(self, schedule: Schedule, rank: int, link: GroupLink) -> Found:
+    def _found(self, schedule: Schedule, link: GroupLink) -> Found:
         kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        samples: dict[tuple[Kind, int], list[tuple[float, float]]] = defaultdict(list)
-        for passes in self._passes:
-            for key, own in passes.samples.items():
-                samples[key] += own
+        samples = self._samples
         chunks = range(schedule.num_chunks)
         seconds = [_median(samples[kind, c], 0) for c in chunks for kind in kinds]
         kept = [_median(samples[Kind.FORWARD, c], 1) for c in chunks]
@@ -143,13 +187,16 @@ class Measurement:
         )
 
 
+_Samples = dict[tuple[Kind, int], list[tuple[float, int]]]
+"""Of each kind and chunk: seconds, and bytes that stayed allocated."""
+
+
 class _Passes:
     """`Stages` that are timed."""
 
-    def __init__(self, stages: Stages, read: Reading) -> None:
-        self._stages, self._read = stages, read
-        self.samples: dict[tuple[Kind, int], list[tuple[float, float]]] = defaultdict(list)
-        """Seconds, and bytes that stayed allocated."""
+    def __init__(self, stages: Stages, clock: Clock) -> None:
+        self._stages, self._clock = stages, clock
+        self.noted: dict[tuple[Kind, int], list[tuple[Stamp, Stamp, int]]] = defaultdict(list)
 
     def forward(self, action: Action, taken: Tensor | None) -> Tensor:
         made: Tensor = self._timed(action, self._stages.forward, taken)
@@ -168,14 +215,14 @@ class _Passes:
         self._stages.sent(made)
 
     def _timed(self, action: Action, work: Callable[..., Any], *args: Any) -> Any:
-        held, start = self._read()
+        held, start = self._clock.allocated(), self._clock.stamp()
         value = work(action, *args)
-        now, end = self._read()
-        self.samples[action.kind, action.chunk].append((end - start, now - held))
+        end, now = self._clock.stamp(), self._clock.allocated()
+        self.noted[action.kind, action.chunk].append((start, end, now - held))
         return value
 
 
-def _median(samples: list[tuple[float, float]], at: int) -> float:
+def _median(samples: list[tuple[float, int]], at: int) -> float:
     return statistics.median(sample[at] for sample in samples) if samples else 0.0
 
 

@@ -67,6 +67,10 @@ class Link(Protocol):
         """Waits until all that was sent is gone."""
         ...
 
+    def abandon(self) -> None:
+        """An error ends the run."""
+        ...
+
 
 def run(
     schedule: Schedule,
@@ -85,7 +89,11 @@ def run(
         record: is told of each action: a computation's time, a send's call, a receive's wait; in seconds of
             `time.perf_counter`.
     """
-    _Run(schedule, rank, stages, link, ahead, record).all()
+    try:
+        _Run(schedule, rank, stages, link, ahead, record).all()
+    except BaseException:
+        link.abandon()
+        raise
 
 
 class _Run:

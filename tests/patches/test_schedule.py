@@ -1,0 +1,178 @@
+"""`--accel-schedule` and `--accel-vpp-extra-warmup`: what they refuse, in one line, before anything is built.
+
+That they train as stock does: tests/distributed/test_schedules.py.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import accel
+from accel.feature import Context
+from accel.parallel.schedule import Action, Kind
+from accel.parallel.schedule.names import INTERLEAVED, NAMED, named
+from accel.patches import schedule, vpp_extra_warmup
+from accel.patches._pipeline import WANTED, completing
+
+
+def context(**args: Any) -> Context:
+    """Of arguments that Megatron has validated."""
+    shown = {
+        "accel_schedule": None,
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": None,
+        "microbatch_group_size_per_vp_stage": 2,
+        "global_batch_size": 8,
+        "micro_batch_size": 1,
+        "data_parallel_size": 1,
+        "cuda_graph_impl": "none",
+        "num_layers": 4,
+        "untie_embeddings_and_output_weights": True,
+        "ckpt_format": "torch_dist",
+    }
+    return Context("cpu", "0.19.2", SimpleNamespace(**{**shown, **args}))
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ({}, None),
+        ({"accel_schedule": "zb-h1"}, None),
+        ({"accel_schedule": "ZB-H1"}, None),
+        ({"accel_schedule": "interleaved", "virtual_pipeline_model_parallel_size": 2}, None),
+        ({"accel_schedule": "dualpipev", "virtual_pipeline_model_parallel_size": 2}, None),
+        (
+            {"accel_schedule": "zb-h1", "virtual_pipeline_model_parallel_size": 2},
+            "zb-h1 has 1 chunks of a rank",
+        ),
+        (
+            {
+                "accel_schedule": "dualpipev",
+                "virtual_pipeline_model_parallel_size": 2,
+                "global_batch_size": 3,
+            },
+            "p = 2, m = 3: DualPipeV wants m of 2 p = 4 or more",
+        ),
+        (
+            {
+                "accel_schedule": "interleaved",
+                "virtual_pipeline_model_parallel_size": 2,
+                "microbatch_group_size_per_vp_stage": 4,
+                "global_batch_size": 5,
+            },
+            "group_size of 3, 5 would work",
+        ),
+        (
+            {
+                "accel_schedule": "zb-v",
+                "virtual_pipeline_model_parallel_size": 2,
+                "untie_embeddings_and_output_weights": False,
+            },
+            "--untie-embeddings-and-output-weights",
+        ),
+        ({"accel_schedule": "zb-h1", "use_megatron_fsdp": True}, "not with --use-megatron-fsdp"),
+        ({"accel_schedule": "zb-h1", "delay_wgrad_compute": True}, "--delay-wgrad-compute"),
+        ({"accel_schedule": "zb-h1", "cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
+        (
+            {"accel_schedule": "zb-h1", "overlap_moe_expert_parallel_comm": True},
+            "--overlap-moe-expert-parallel-comm",
+        ),
+    ],
+)
+def test_what_a_schedule_refuses(args: dict[str, Any], line: str | None) -> None:
+    reason = schedule.FEATURE.refuses(context(**args))
+    assert (reason is None) if line is None else line in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ({"virtual_pipeline_model_parallel_size": 2}, None),
+        ({}, "the pipeline is not interleaved: add --num-virtual-stages-per-pipeline-rank 2"),
+        (
+            {"virtual_pipeline_model_parallel_size": 2, "accel_schedule": "zb-v"},
+            "--accel-schedule zb-v has its own warm-up",
+        ),
+        (
+            {"virtual_pipeline_model_parallel_size": 2, "cuda_graph_impl": "local"},
+            "--cuda-graph-impl local",
+        ),
+        (
+            {"virtual_pipeline_model_parallel_size": 2, "global_batch_size": 1},
+            "p = 2, m = 1",
+        ),
+    ],
+)
+def test_what_more_warmup_refuses(args: dict[str, Any], line: str | None) -> None:
+    reason = vpp_extra_warmup.FEATURE.refuses(context(**args))
+    assert (reason is None) if line is None else line in str(reason)
+
+
+@pytest.mark.parametrize("given", ["zbv", "", None, 1])
+def test_a_name_that_is_none(given: Any) -> None:
+    with pytest.raises(ValueError, match="is no schedule: give one of interleaved, zb-h1, zb-v"):
+        schedule.parse_name(given)
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "1.5", "many", None])
+def test_a_count_that_is_none(given: Any) -> None:
+    with pytest.raises(ValueError, match="is no number of forward passes: give 1 or more"):
+        vpp_extra_warmup.parse_count(given)
+
+
+def test_a_v_gets_two_chunks_and_says_so() -> None:
+    asked = context(accel_schedule="zb-v", num_virtual_stages_per_pipeline_rank=None)
+    (note,) = schedule.FEATURE.prepare(asked)
+    assert asked.args.num_virtual_stages_per_pipeline_rank == 2
+    assert "--num-virtual-stages-per-pipeline-rank 2 is used" in note
+    assert schedule.FEATURE.prepare(asked) == []
+
+
+def test_one_rank_has_no_pipeline() -> None:
+    assert schedule.FEATURE.idle(context(pipeline_model_parallel_size=1)) is not None
+    assert schedule.FEATURE.idle(context()) is None
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", [INTERLEAVED, *NAMED])
+def test_a_chunks_gradients_are_complete_once(name: str, p: int) -> None:
+    """Of weights that are put off, and of the others."""
+    chunks = 2 if name == INTERLEAVED else NAMED[name].chunks
+    for actions in named(name, p, chunks, 2 * p + 2 * (name == INTERLEAVED) * p).ranks:
+        backwards = [a for a in actions if a.kind is not Kind.FORWARD]
+        last = completing(backwards)
+        for chunk in range(chunks):
+            for other in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+                forms = [a for a in backwards if a.chunk == chunk and a.kind is not other]
+                assert [a for a in forms if a in last] == forms[-1:]
+
+
+def test_gradients_that_nobody_completes_are_an_error() -> None:
+    kinds = (Kind.BACKWARD_INPUT, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    backwards = [Action(kind, i, 0) for kind, i in zip(kinds, (0, 1, 0), strict=True)]
+    with pytest.raises(ValueError, match="comes before backward_weight"):
+        completing(backwards)
+
+
+def test_batches_that_change_are_checked_when_they_come() -> None:
+    asked = {"accel_schedule": "dualpipev", "virtual_pipeline_model_parallel_size": 2}
+    few = {**asked, "global_batch_size": 1}
+    assert schedule.FEATURE.refuses(context(**few)) is not None
+    assert schedule.FEATURE.refuses(context(**few, rampup_batch_size=[1, 1, 9])) is None
+
+
+def test_on_and_off() -> None:
+    try:
+        accel.enable(preset="off", schedule="zb-v")
+        assert (WANTED.name, WANTED.extra_warmup) == ("zb-v", 0)
+        assert WANTED.measurement is not None
+        accel.enable(preset="off", schedule="interleaved", vpp_extra_warmup=2)
+        assert (WANTED.name, WANTED.extra_warmup) == ("interleaved", 2)
+        assert WANTED.measurement is not None
+    finally:
+        accel.disable()
+    assert not WANTED.on
+    assert WANTED.measurement is None
