@@ -205,26 +205,35 @@ def slept() -> tuple[float, float, float]:
     return forward, of_input + weight, weight
 
 
+def sleeping_steps(hidden: int, micro_batches: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each side's steps, sides in turn."""
+    config = config_of(dist.get_world_size(), hidden_size=hidden)
+    chunks = [SleepingChunk(config, stage) for stage in range(2)]
+    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+    for turn in range(rounds + 1):  # the first connects
+        for side in SIDES:
+            taken = step(side, chunks, sleeping_step, micro_batches)
+            seconds[side] += [taken] * (turn > 0)
+    return seconds
+
+
 def waits(quick: bool) -> dict[str, Any]:
     ranks = dist.get_world_size()
     micro_batches, rounds = (4, 2) if quick else (4 * ranks, 5 if ranks == 2 else 3)
+    alone = {
+        side: statistics.median(times)
+        for side, times in sleeping_steps(4, micro_batches, 2 if quick else 3).items()
+    }
     cases = []
     for ratio in RATIOS[-1:] if quick else RATIOS:
         num_bytes = FORWARD * ratio * RATE * PAYLOAD
         hidden = round(num_bytes / (4 * SEQUENCE) / 4) * 4
-        config = config_of(ranks, hidden_size=hidden)
-        chunks = [SleepingChunk(config, stage) for stage in range(2)]
-        seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-        for turn in range(rounds + 1):  # the first connects
-            for side in SIDES:
-                taken = step(side, chunks, sleeping_step, micro_batches)
-                seconds[side] += [taken] * (turn > 0)
+        seconds = sleeping_steps(hidden, micro_batches, rounds)
         latency, busy = transfer(hidden)
         passes = slept()
-        ideal, predicted = {}, {}
+        predicted = {}
         for side in SIDES:
             schedule = SIDES[side].schedule(ranks, micro_batches)
-            ideal[side] = float(simulate(schedule, Times(*passes)).makespan)
             if SIDES[side].options:
                 times = Times(*passes, latency=latency, bytes=busy, bandwidth=1.0)
                 predicted[side] = float(simulate(schedule, times).makespan)
@@ -234,7 +243,7 @@ def waits(quick: bool) -> dict[str, Any]:
                 "num_bytes": 4 * SEQUENCE * hidden,
                 "transfer": latency + busy,
                 "seconds": seconds,
-                "ideal": ideal,
+                "alone": alone,
                 "predicted": predicted,
             }
         )
@@ -278,7 +287,7 @@ def gpt_chunks(layers: int, hidden: int, length: int) -> list[Any]:
 
 def gpt(quick: bool) -> dict[str, Any]:
     layers, hidden, length = (4, 64, 64) if quick else (8, 384, 256)
-    micro_batches, rounds = (4, 2) if quick else (8, 9)
+    micro_batches, rounds = (4, 2) if quick else (8, 5)
     chunks = gpt_chunks(layers, hidden, length)
     draw = torch.Generator().manual_seed(3)
     tokens = torch.randint(512, (1, length + 1), generator=draw)

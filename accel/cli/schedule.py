@@ -11,7 +11,7 @@ from accel.cli import tables
 from accel.cli.parser import Parser
 from accel.parallel import schedule as schedules
 from accel.parallel.schedule import Schedule, Timeline, Times
-from accel.parallel.schedule.names import INTERLEAVED, NAMED, named
+from accel.parallel.schedule.names import INTERLEAVED, NAMED, named, read
 
 __all__ = ["main"]
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse(argv)
     try:
         draw = _drawer(args.render)
-        schedule = _read(args.read) if args.read else _made(args)
+        schedule = read(args.read) if args.read else _made(args)
         found = {args.read.name if args.read else _name(args): _timed(schedule, args)}
         if not args.read and (stock := _to_compare(schedule.num_chunks, args)) is not None:
             found["Megatron's"] = _timed(stock, args)
@@ -105,14 +105,6 @@ def _to_compare(chunks: int, args: Any) -> Schedule | None:
         return _megatrons(chunks, args)
     except ValueError:
         return None
-
-
-def _read(path: Path) -> Schedule:
-    try:
-        data = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    return Schedule.from_dict(data)
 
 
 def _timed(schedule: Schedule, args: Any) -> Timeline:

@@ -150,8 +150,10 @@ def _schedule(
         if forward_only
         else named(name, p, v, m, groups, extra_warmup)
     )
-    schedule = with_transfers(made)
+    schedule = with_transfers(made) if made.compute_only else made
     validate(schedule)
+    for own in () if forward_only else schedule.ranks:
+        completing([action for action in own if action.kind in _BACKWARDS])
     return schedule
 
 

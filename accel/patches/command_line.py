@@ -35,6 +35,7 @@ ALIASES = {
     "--recompute-norm-num-layers": "--accel-recompute-norm-num-layers",
     "--swap-attention": "--accel-swap-attention",
     "--swap-modules": "--accel-swap-attention-modules",
+    "--schedules-method": "--accel-schedule",
 }
 """MindSpeed's spelling -> ours, for every MindSpeed feature that accel has."""
 

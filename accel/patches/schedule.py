@@ -9,6 +9,7 @@
     v-min         the same with about a third of the memory, and two thirds of 1F1B's bubble
     dualpipev     DeepSeek's DualPipe, cut in half: forwards and backwards of two chunks in turn; at least 2 P
                   micro-batches
+    FILE.json     one that `python -m accel schedule --write` wrote, or that was edited by hand
 
 Sends leave their rank free and receives are posted ahead, warm-up and cool-down included, so transfers hide
 behind the passes. A schedule is checked before its first step: bad counts are one error, never a hang. In its
@@ -40,11 +41,18 @@ FSDP, ``--delay-wgrad-compute`` and ``--defer-embedding-wgrad-compute``. Not run
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from accel.feature import Context, Feature, Setting
-from accel.parallel.schedule import Placement
-from accel.parallel.schedule.names import INTERLEAVED, NAMED
+from accel.parallel.schedule.names import (
+    INTERLEAVED,
+    NAMED,
+    has_parts,
+    is_file,
+    is_v,
+    read,
+)
 from accel.patches import _split_backward, _v_placement
 from accel.patches._pipeline import DRIVER, WANTED, measuring, refused
 from accel.upstream import SUPPORTED_RANGE, te_installed
@@ -53,21 +61,27 @@ NAMES = (INTERLEAVED, *NAMED)
 
 
 def parse_name(given: Any) -> str:
-    """One of `NAMES`."""
+    """One of `NAMES`, or a file with a schedule."""
+    if is_file(str(given)):
+        try:
+            read(Path(given))
+        except OSError as error:
+            raise ValueError(f"{given}: {error.strerror}") from None
+        return str(given)
     name = str(given).lower()
     if name not in NAMES:
-        raise ValueError(f"{given!r} is no schedule: give one of {', '.join(NAMES)}")
+        raise ValueError(
+            f"{given!r} is no schedule: give one of {', '.join(NAMES)}, or a .json file"
+        )
     return name
-
-
-def _is_v(name: str) -> bool:
-    return name in NAMED and NAMED[name].placement is Placement.V
 
 
 def _asked(context: Context) -> str | None:
     """The name; None in programs without a command line, or where it is none."""
-    name = str(getattr(context.args, "accel_schedule", None)).lower()
-    return name if name in NAMES else None
+    try:
+        return parse_name(getattr(context.args, "accel_schedule", None))
+    except ValueError:
+        return None  # said where flags are read
 
 
 def _prepare(context: Context) -> Sequence[str]:
@@ -78,7 +92,7 @@ def _prepare(context: Context) -> Sequence[str]:
         "num_virtual_stages_per_pipeline_rank",
         "pipeline_model_parallel_layout",
     )
-    if name is None or not _is_v(name) or any(getattr(args, c, None) for c in chunks):
+    if name is None or not is_v(name) or any(getattr(args, c, None) for c in chunks):
         return []
     args.num_virtual_stages_per_pipeline_rank = 2
     return [f"--accel-schedule {name}: --num-virtual-stages-per-pipeline-rank 2 is used"]
@@ -90,9 +104,9 @@ def _refuses(context: Context) -> str | None:
         return None
     if reason := refused(name, args):
         return reason
-    if name in NAMED:
+    if has_parts(name):
         reason = _parts_refused(args)
-    if reason is None and _is_v(name):
+    if reason is None and is_v(name):
         reason = _v_placement.refusal(args)
     return reason
 
@@ -122,9 +136,9 @@ def _idle(context: Context) -> str | None:
 def switch_on(value: str) -> Callable[[], None]:
     WANTED.name, WANTED.measurement = value, measuring()
     undo: list[Callable[[], None]] = []
-    if value in NAMED:
+    if has_parts(value):
         undo.append(_split_backward.switch_on())
-    if _is_v(value):
+    if is_v(value):
         undo.append(_v_placement.switch_on())
 
     def off() -> None:
@@ -150,7 +164,7 @@ FEATURE = Feature(
         Setting(
             name="",
             metavar="NAME",
-            summary=f"one of {', '.join(NAMES)}",
+            summary=f"one of {', '.join(NAMES)}, or a .json file",
             parse=parse_name,
         ),
     ),

@@ -3,8 +3,10 @@ weights and moments, bit for bit."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from accel.parallel.schedule import Kind
+from accel.parallel.schedule.names import named
 from accel.patches import _pipeline
 
 from . import training
@@ -180,6 +184,20 @@ def test_a_v_of_four_ranks_trains_as_1f1b(
     assert training.losses(runs[0]) == training.losses(runs[1])
     assert len(training.losses(runs[0])) == 3 * (int(os.environ["RANK"]) == 3)
     assert set(ran) == {name}
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_schedule_of_a_file_trains_as_stock(fresh_store: FreshStore, ran: list[str]) -> None:
+    """The last forward of the first rank comes before its first backward."""
+    made = named("zb-h1", 2, 1, 4)
+    first, *others = made.ranks
+    forwards = tuple(action for action in first if action.kind is Kind.FORWARD)
+    backwards = tuple(action for action in first if action.kind is not Kind.FORWARD)
+    edited = replace(made, ranks=((*forwards, *backwards), *others))
+    path = _folder(f"edited-{os.environ['RANK']}").with_suffix(".json")
+    path.write_text(json.dumps(edited.to_dict()))
+    check_training("tied", PP2, ["--accel-schedule", str(path)], [], fresh_store)
+    assert len(ran) >= 2
 
 
 @pytest.mark.distributed(world_size=2)

@@ -5,6 +5,8 @@ That they train as stock does: tests/distributed/test_schedules.py.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 import accel
 from accel.feature import Context
-from accel.parallel.schedule import Action, Kind
+from accel.parallel.schedule import Action, Kind, with_transfers
 from accel.parallel.schedule.names import INTERLEAVED, NAMED, named
 from accel.patches import schedule, vpp_extra_warmup
 from accel.patches._pipeline import WANTED, completing
@@ -115,6 +117,40 @@ def test_what_more_warmup_refuses(args: dict[str, Any], line: str | None) -> Non
 def test_a_name_that_is_none(given: Any) -> None:
     with pytest.raises(ValueError, match="is no schedule: give one of interleaved, zb-h1, zb-v"):
         schedule.parse_name(given)
+
+
+def test_a_file_is_a_schedule_of_its_counts(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(named("zb-v", 2, 2, 8).to_dict()))
+    assert schedule.parse_name(path) == str(path)
+    asked = {"accel_schedule": str(path), "virtual_pipeline_model_parallel_size": 2}
+    assert schedule.FEATURE.refuses(context(**asked)) is None
+    other = schedule.FEATURE.refuses(context(**asked, global_batch_size=4))
+    assert "is of p = 2, v = 2, m = 8 and its own warm-up; p = 2, v = 2, m = 4" in str(other)
+    fsdp = schedule.FEATURE.refuses(context(**asked, use_megatron_fsdp=True))
+    assert "not with --use-megatron-fsdp" in str(fsdp)
+
+
+def test_a_file_that_lacks_a_receive_names_it(tmp_path: Path) -> None:
+    data = with_transfers(named("zb-v", 2, 2, 8)).to_dict()
+    data["ranks"][1].remove(["receive_forward", 3, 0])
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(data))
+    asked = {"accel_schedule": str(path), "virtual_pipeline_model_parallel_size": 2}
+    reason = str(schedule.FEATURE.refuses(context(**asked)))
+    assert "rank 0, send_forward(micro-batch 3, chunk 0): rank 1 has no receive for it" in reason
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("{", "is no JSON"), ("[]", "a schedule has the keys"), (None, "No such file")],
+)
+def test_a_file_that_is_no_schedule(tmp_path: Path, text: str | None, line: str) -> None:
+    path = tmp_path / "mine.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=line):
+        schedule.parse_name(path)
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "1.5", "many", None])
