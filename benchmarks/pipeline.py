@@ -57,7 +57,7 @@ def measured(what: str, ranks: int, quick: bool) -> tuple[dict[str, Any], str]:
     command = ["-m", "benchmarks._pipeline_ranks", what, *["--quick"] * quick]
     with link(ranks) as (hosts, kind):
         command += [] if hosts is not None else [f"--limit={RATE * PAYLOAD}"]
-        outputs = launch.run(hosts, command, ranks, 600, {"PYTHONPATH": str(CHECKOUT)})
+        outputs = launch.run(hosts, command, ranks, 1500, {"PYTHONPATH": str(CHECKOUT)})
     return json.loads(outputs[0].splitlines()[-1]), kind
 
 

@@ -75,7 +75,7 @@ def named(
             )
         return made
     if name == INTERLEAVED:
-        if v > 1:
+        if v != 1:
             return interleaved(p, v, m, group_size, extra_warmup)
         if extra_warmup or group_size is not None:
             raise ValueError("more warm-up and groups are for 2 chunks of a rank or more")
