@@ -17,13 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import accel.megatron_adaptor  # noqa: F401
 from accel import patching
 from accel.parallel.schedule import results
 from accel.patches import _v_placement
-from accel.session import AUDIENCE
+from accel.session import AUDIENCE, SESSION
+from accel.testing.distributed import under_torchrun
 
 from .training import MODEL, _forget_megatron
+
+if under_torchrun():  # a rank, and not the process that collects all tests
+    SESSION.attach()
 
 FreshStore = Callable[[], None]
 V = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"

@@ -1,5 +1,6 @@
 """The counting CPU allocator: right numbers, blocks that outlive it on either side, and a limit."""
 
+import gc
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ SLACK = 64 * 1024  # malloc rounds up, to pages at most
 
 @pytest.fixture
 def host_memory():
+    gc.collect()  # earlier tests' cycles, so that their tensors do not go in the middle of a count
     torch.ops.accel._host_memory_install()
     yield torch.ops.accel
     torch.ops.accel._host_memory_uninstall()
