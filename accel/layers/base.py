@@ -76,6 +76,10 @@ class ParallelLayer(ExtraState):
         bias, return_bias: whether there is one; return it beside the result instead of adding it.
         params_dtype, device: of the parameters; device "meta" leaves them without values.
         ub_name: kept for Megatron, which reads it; there are no userbuffers.
+        ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad: whether a product may overlap with the gather
+            before it, with the reduction of a row layer, and of a column layer's input gradient, where
+            `accel.parallel.overlap` is on.
+        ub_bulk_wgrad, ub_bulk_dgrad: collectives beside a product that needs them not; that is always so.
         options: what else Transformer Engine takes (userbuffers, symmetric memory, ...): refused if set.
     """
 
@@ -97,6 +101,11 @@ class ParallelLayer(ExtraState):
         parallel_mode: str | None = None,
         device: Any = None,
         ub_name: str | None = None,
+        ub_overlap_ag: bool = True,
+        ub_overlap_rs: bool = True,
+        ub_overlap_rs_dgrad: bool = True,
+        ub_bulk_wgrad: bool = True,
+        ub_bulk_dgrad: bool = True,
         delay_wgrad_compute: bool = False,
         **options: Any,
     ) -> None:
@@ -122,6 +131,8 @@ class ParallelLayer(ExtraState):
         self.where = {"device": device, "dtype": params_dtype}
         self.delayed = DelayedGradients() if delay_wgrad_compute else None
         self.ub_name = ub_name
+        self.overlap_gather = ub_overlap_ag
+        self.overlap_reduce = ub_overlap_rs if parallel_mode == "row" else ub_overlap_rs_dgrad
         self.save_original_input = False  # without FP8 it is always the original
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
         self.fp8 = self.fp8_calibration = False
@@ -149,6 +160,8 @@ class ParallelLayer(ExtraState):
             self.sequence_parallel,
             self.fuse_wgrad_accumulation,
             self.delayed,
+            overlap_gather=self.overlap_gather,
+            overlap_reduce=self.overlap_reduce,
         )
 
     def _per_rank(self, name: str) -> int:

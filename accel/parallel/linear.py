@@ -10,9 +10,13 @@ Collectives with sequence parallelism `gather` is an all-gather and `reduce` a r
             of a column layer, x is gathered again while dx is formed, and dx is reduced while dW is
             formed. The input part of a split backward leaves both for later, dW and that gather
             (`accel.parallel.split_backward`).
+Overlap     where `accel.parallel.overlap` says so, the collectives that nothing hides run in pieces beside
+            the product that they belong to: the gather of x, the reduction of x W^T, the gather of dy in a
+            row layer, and the reduction of dx where no dW is formed.
 Dtypes      x, W, b: one dtype. `main_grad`: float32, or that dtype.
 Saved       x as it came in (the rank's own rows under sequence parallelism) and W.
-Order       the products, sums and roundings of Megatron's own layers, so their bits.
+Order       the products, sums and roundings of Megatron's own layers, so their bits; of an overlapped
+            product see `accel.parallel.overlapped_linear`.
 """
 
 from __future__ import annotations
@@ -26,8 +30,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel.ops import gemm_accumulate_ref
-from accel.parallel import split_backward
+from accel.parallel import overlap, split_backward
 from accel.parallel.collectives import gather_rows, reduce_scatter_rows
+from accel.parallel.overlapped_linear import (
+    Plan,
+    gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 
 __all__ = [
     "DelayedGradients",
@@ -72,6 +82,11 @@ class Layout:
     """Add the weight gradient to `weight.main_grad` instead of returning it."""
     delayed: DelayedGradients | None = None
     """Leave the weight gradient here instead of computing it in the backward."""
+    taken: Callable[[Tensor], bool] | None = None
+    """Given dy: whether somebody else computes the weight gradient from it."""
+    overlap_gather: bool = True
+    overlap_reduce: bool = True
+    """Whether products may overlap with their collectives, in the forward and the backward."""
 
     @property
     def split(self) -> bool:
@@ -101,7 +116,10 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layo
         )
     if layout.mode != "row" or not layout.split:
         return _Linear.apply(x, weight, bias, layout)
-    y = reduce_rows(_Linear.apply(x, weight, None, layout), layout)
+    if overlap.current() is not None:
+        y = _OverlappedRow.apply(x, weight, layout)
+    else:
+        y = reduce_rows(_Linear.apply(x, weight, None, layout), layout)
     return y if bias is None else y + bias
 
 
@@ -120,7 +138,12 @@ class _Linear(torch.autograd.Function):
         ctx.has_bias = bias is not None
         ctx.weight = weight  # the object itself: it carries main_grad
         ctx.save_for_backward(x, weight)
-        y = torch.matmul(_gathered(x, layout)[0], weight.t())
+        plan = _plan("gather", x, weight.t(), layout) if layout.mode == "column" else None
+        if plan is not None:
+            assert layout.group is not None
+            y = gather_matmul(x, weight.t(), layout.group, plan)[0]
+        else:
+            y = torch.matmul(_gathered(x, layout)[0], weight.t())
         return y if bias is None else y + bias
 
     @staticmethod
@@ -129,15 +152,21 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layout: Layout = ctx.layout
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        needs_weight = needs_weight and not _put_off(ctx.weight, dy, x, layout)
-        waiting = None
+        needs_weight = needs_weight and not _left_to_others(ctx.weight, dy, x, layout)
+        dx = waiting = None
         if needs_weight:
             x, waiting = _gathered(x, layout, async_op=True)
-        dx = dy.matmul(weight) if needs_x else None
+        plan = None
+        if layout.mode == "column" and not needs_weight:  # else it hides behind dW
+            plan = _plan("reduce", dy, weight, layout)
+        if needs_x and plan is not None:
+            dx = _matmul_reduce(dy, weight, layout, plan)
+        elif needs_x:
+            dx = dy.matmul(weight)
         if waiting is not None:
             waiting.wait()
         waiting = None
-        if dx is not None and layout.mode == "column" and layout.split:
+        if dx is not None and plan is None and layout.mode == "column" and layout.split:
             dx, waiting = _reduced(dx, layout, async_op=True)
         dw = None
         if needs_weight:
@@ -146,6 +175,40 @@ class _Linear(torch.autograd.Function):
         if waiting is not None:
             waiting.wait()
         return dx, dw, db, None
+
+
+class _OverlappedRow(torch.autograd.Function):
+    """The product of a row layer and what comes after it, in one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        ctx.weight = weight
+        ctx.save_for_backward(x, weight)
+        if (plan := _plan("reduce", x, weight.t(), layout)) is not None:
+            return _matmul_reduce(x, weight.t(), layout, plan)
+        return _reduced(torch.matmul(x, weight.t()), layout)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        x, weight = ctx.saved_tensors
+        layout: Layout = ctx.layout
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        dx = dw = None
+        plan = _plan("gather", dy, weight, layout) if needs_x else None
+        if plan is not None:
+            assert layout.group is not None
+            dx, whole = gather_matmul(dy, weight, layout.group, plan, keep=needs_weight)
+            dy = dy if whole is None else whole
+        elif layout.sequence_parallel:
+            assert layout.group is not None
+            dy, _ = gather_rows(dy, layout.group)
+        if needs_x and plan is None:
+            dx = dy.matmul(weight)
+        if needs_weight and not _left_to_others(ctx.weight, dy, x, layout):
+            dw = _weight_gradient(ctx.weight, dy.reshape(-1, dy.shape[-1]), x, layout)
+        return dx, dw, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -169,8 +232,33 @@ class _Reduce(torch.autograd.Function):
         return dy, None
 
 
-def _put_off(weight: Any, dy: Tensor, x: Tensor, layout: Layout) -> bool:
-    """Leave the weight gradient to the weights' part of a split backward, if this is its input part."""
+def _plan(kind: Literal["gather", "reduce"], x: Tensor, w: Tensor, layout: Layout) -> Plan | None:
+    """How the product of x `[..., K]` and w `[K, N]` overlaps with its collective, if there is one."""
+    asked = overlap.current()
+    allowed = layout.overlap_gather if kind == "gather" else layout.overlap_reduce
+    if asked is None or not allowed or not layout.split or torch.is_autocast_enabled(x.device.type):
+        return None
+    assert layout.group is not None
+    if kind == "gather":
+        return asked.plan("gather", x, w, layout.group) if layout.sequence_parallel else None
+    if not layout.sequence_parallel:
+        return asked.plan("all_reduce", x, w, layout.group)
+    if x.shape[0] % layout.group.size():
+        return None  # what reduces will say so
+    return asked.plan("reduce_scatter", x, w, layout.group)
+
+
+def _matmul_reduce(x: Tensor, w: Tensor, layout: Layout, plan: Plan) -> Tensor:
+    assert layout.group is not None
+    product = matmul_reduce_scatter if layout.sequence_parallel else matmul_all_reduce
+    return product(x, w, layout.group, plan)
+
+
+def _left_to_others(weight: Any, dy: Tensor, x: Tensor, layout: Layout) -> bool:
+    """Whether the weight gradient is computed elsewhere: left to the weights' part of a split backward, if
+    this is its input part."""
+    if layout.taken is not None and layout.taken(dy):
+        return True
     part = split_backward.current()
     if part is None or layout.delayed is not None or not weight.is_leaf:
         return False
@@ -256,10 +344,9 @@ def _reduced(y: Tensor, layout: Layout, *, async_op: bool = False) -> tuple[Tens
     if not layout.sequence_parallel:
         y = y.contiguous()
         return y, dist.all_reduce(y, group=layout.group, async_op=async_op)
-    ranks = layout.group.size()
-    if y.shape[0] % ranks:
+    if y.shape[0] % layout.group.size():
         raise ValueError(
             f"sequence parallelism: the first dimension, {y.shape[0]}, is no multiple of the "
-            f"{ranks} ranks of the tensor-parallel group"
+            f"{layout.group.size()} ranks of the tensor-parallel group"
         )
     return reduce_scatter_rows(y, layout.group, async_op=async_op)

@@ -46,6 +46,8 @@ from accel.patches import (
     spec_checkpoints,
     swap_attention,
     te_layers,
+    tp_comm_overlap,
+    tp_overlap,
     vpp_extra_warmup,
 )
 
@@ -90,6 +92,8 @@ FEATURES: tuple[Feature, ...] = (
     memory_budget.FEATURE,
     schedule.FEATURE,
     vpp_extra_warmup.FEATURE,
+    tp_overlap.FEATURE,
+    tp_comm_overlap.FEATURE,
     inplace_activation_grad.FEATURE,
     host_bf16_gemm.FEATURE,
     host_half_collectives.FEATURE,

@@ -36,8 +36,12 @@ ALIASES = {
     "--swap-attention": "--accel-swap-attention",
     "--swap-modules": "--accel-swap-attention-modules",
     "--schedules-method": "--accel-schedule",
+    "--use-ascend-coc": "--accel-tp-overlap",
+    "--use-ascend-mc2": "--accel-tp-overlap",
+    "--coc-parallel-num": "--accel-tp-overlap-chunks",
+    "--accel-tp-chunks": "--accel-tp-overlap-chunks",
 }
-"""MindSpeed's spelling -> ours, for every MindSpeed feature that accel has."""
+"""MindSpeed's spelling -> ours, for every MindSpeed feature that accel has; and a short one of our own."""
 
 HOOKS = (
     Patch(

@@ -2,21 +2,25 @@
 
 Megatron adds each weight gradient straight into ``main_grad`` with two functions of Apex's
 extension ``fused_weight_gradient_mlp_cuda``, and refuses to build a linear layer when it is
-missing. Here the same two functions are one ``addmm_`` into the accumulation buffer. For bf16
-inputs and an fp32 buffer the product is formed in fp32, so no gradient is rounded to bf16 on its
-way, as with Apex.
+missing; ``--defer-embedding-wgrad-compute`` imports it at the end of a step. Here the same two
+functions are one ``addmm_`` into the accumulation buffer. For bf16 inputs and an fp32 buffer the
+product is formed in fp32, so no gradient is rounded to bf16 on its way, as with Apex.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from accel.feature import Context, Feature
 from accel.parallel import linear
+from accel.patches._told import told
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
 
 AVAILABLE = True
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -38,6 +42,16 @@ class WeightGradient:
     ) -> None:
         """As above for a 16-bit ``main_grad``; the product is rounded once, after the sum."""
         main_grad_OH.addmm_(grad_output_TO.t(), input_TH)
+
+
+def draining(upstream: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``drain_embedding_wgrad_compute``."""
+
+    @functools.wraps(upstream)
+    def drain(*args: Any, **kwargs: Any) -> None:
+        told(upstream, {"fused_weight_gradient_mlp_cuda": WeightGradient})(*args, **kwargs)
+
+    return drain
 
 
 def _apex_serves(context: Context) -> str | None:
@@ -63,6 +77,13 @@ FEATURE = Feature(
             target=f"{_LAYERS}:_grad_accum_fusion_available",
             replacement="accel.patches.gradient_accumulation_fusion:AVAILABLE",
             why="Linear layers refuse the fusion unless this flag says that the extension is there.",
+        ),
+        Patch(
+            target="megatron.core.utils:drain_embedding_wgrad_compute",
+            replacement="accel.patches.gradient_accumulation_fusion:draining",
+            how="wrap",
+            sources=dict.fromkeys(SUPPORTED_MEGATRON, "e1a56bcb3609"),
+            why="It imports Apex's extension for the gradients that --defer-embedding-wgrad-compute leaves.",
         ),
     ),
 )

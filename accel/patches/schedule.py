@@ -53,7 +53,7 @@ from accel.parallel.schedule.names import (
     is_v,
     read,
 )
-from accel.patches import _split_backward, _v_placement
+from accel.patches import _linear, _split_backward, _v_placement
 from accel.patches._pipeline import DRIVER, WANTED, measuring, refused
 from accel.upstream import SUPPORTED_RANGE, te_installed
 
@@ -137,7 +137,7 @@ def switch_on(value: str) -> Callable[[], None]:
     WANTED.name, WANTED.measurement = value, measuring()
     undo: list[Callable[[], None]] = []
     if has_parts(value):
-        undo.append(_split_backward.switch_on())
+        undo.append(_linear.switch_on())
     if is_v(value):
         undo.append(_v_placement.switch_on())
 
@@ -169,5 +169,5 @@ FEATURE = Feature(
         ),
     ),
     switch_on=switch_on,
-    patches=(DRIVER, _split_backward.LINEAR, _split_backward.HOOK, *_v_placement.PATCHES),
+    patches=(DRIVER, _linear.LINEAR, _split_backward.HOOK, *_v_placement.PATCHES),
 )

@@ -181,8 +181,8 @@ def test_reset_parameters_fills_what_was_made_without_memory() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    with pytest.raises(NotImplementedError, match="ub_overlap_ag"):
-        Linear(K, N, ub_overlap_ag=True)
+    with pytest.raises(NotImplementedError, match="symmetric_ar_type"):
+        Linear(K, N, symmetric_ar_type="two_shot")
     with pytest.raises(ValueError, match="parallel_mode='diagonal'"):
         Linear(K, N, parallel_mode="diagonal")
     with pytest.raises(ValueError, match="out_features=10 is no multiple of the 3 ranks"):

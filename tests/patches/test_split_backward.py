@@ -17,7 +17,7 @@ from torch import Tensor
 import accel
 from accel import patching
 from accel.parallel.split_backward import WeightPart, input_part
-from accel.patches import _split_backward
+from accel.patches import _linear, _split_backward
 
 from .moe_layer import one_rank
 
@@ -170,9 +170,9 @@ def train(model: Any, run: Callable[..., list[int]]) -> tuple[list[Tensor], list
 
 @contextlib.contextmanager
 def split_schedule() -> Iterator[None]:
-    undo = _split_backward.switch_on()
+    undo = _linear.switch_on()
     try:
-        with patching.apply([_split_backward.LINEAR, _split_backward.HOOK]):
+        with patching.apply([_linear.LINEAR, _split_backward.HOOK]):
             yield
     finally:
         undo()
@@ -282,7 +282,7 @@ def test_what_a_call_asks_for_decides_who_serves_it() -> None:
         calls.append(1)
         return input @ weight.t()
 
-    wrapped = _split_backward.putting_off(linear_with_grad)
+    wrapped = _linear.through_ours(linear_with_grad)
     x, weight = torch.randn(3, 5), torch.randn(4, 5, requires_grad=True)
 
     def ours(weight: Tensor = weight, **options: Any) -> bool:
@@ -292,11 +292,10 @@ def test_what_a_call_asks_for_decides_who_serves_it() -> None:
         return not calls
 
     assert not ours(), "while no split schedule trains"
-    undo = _split_backward.switch_on()
+    undo = _linear.switch_on()
     try:
         assert ours()
         assert ours(grad_output_buffer=None, wgrad_deferral_limit=None, gtp_remat_size=1)
-        assert not ours(grad_output_buffer=[])
         assert not ours(gtp_remat_size=2)
         assert not ours(weight.detach())
         with torch.autocast("cpu", torch.bfloat16, enabled=True):

@@ -1,0 +1,248 @@
+"""Which products of a tensor-parallel group overlap with their communication, and how.
+
+    fixed   every product in the same chunks
+    auto    each in the chunks and the form that are the quickest by the times of this shape on this link: of
+            the product of all rows and of some, of a transfer of one row and of all. The ranks take the
+            slowest one's times, so they choose alike. The choice and the plain way then run side by side, and
+            the plain way stays unless it is beaten: a wrong prediction costs nothing but that
+
+    y = gather_matmul(x, w, group, plan)        where `current()` gives a plan for it
+
+Shapes are told apart up to the next power of two of their rows. Measuring a new one takes some ten times
+what it takes itself, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accel.parallel.collectives import gather_rows, reduce_scatter_rows
+from accel.parallel.overlapped_linear import (
+    FORMS,
+    Form,
+    Plan,
+    Transfer,
+    cut,
+    gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+
+__all__ = ["Overlap", "Times", "current", "plain", "predict", "switch_on"]
+
+Kind = Literal["gather", "reduce_scatter", "all_reduce"]
+
+CHUNKS = (1, 2, 4, 8, 16)
+_REPEATS = 3
+
+
+class Overlap:
+    """Chooses a plan for each product.
+
+    Args:
+        chunks: of every product, 1 for none at all; None: chosen for each by its times.
+        form: of every product, where chunks are given.
+    """
+
+    def __init__(self, chunks: int | None = None, form: Form = "ring") -> None:
+        self.fixed = None if chunks is None else Plan(chunks, form)
+        self.chosen: dict[tuple[object, ...], Plan | None] = {}
+        """What was measured -> its plan, None for the plain way."""
+
+    def plan(self, kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Plan | None:
+        """Of `kind`'s product of x and w (`overlapped_linear`); None: it does not overlap.
+
+        All ranks of the group ask alike: it may measure, for which each needs the others.
+        """
+        if self.fixed is not None:
+            return self.fixed if self.fixed.chunks > 1 else None
+        x = x.reshape(-1, x.shape[-1]).contiguous()
+        rows = x.shape[0].bit_length()
+        key = (kind, group.group_name, rows, w.shape, w.is_contiguous(), x.dtype, x.device)
+        if key not in self.chosen:
+            self.chosen[key] = _choose(kind, x, w, group)
+        return self.chosen[key]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one kind of product, on the slowest rank."""
+
+    rows: int
+    """That the ranks cut into pieces: of one rank; of all of them where the result is all-reduced."""
+    product: Mapping[int, float]
+    """Rows -> of their product: for all of a rank's and for a piece of each number of chunks."""
+    transfers: Mapping[Form, tuple[float, float]]
+    """Form -> of one row, and of all."""
+
+    def transfer(self, form: Form, rows: int) -> float:
+        """Linear in the rows."""
+        one, every = self.transfers[form]
+        return one + (every - one) * (rows - 1) / max(1, self.rows - 1)
+
+
+def predict(kind: Kind, ranks: int, plan: Plan, times: Times) -> float:
+    """Seconds of a product that overlaps: one lane computes, one transfers, both in order."""
+    pieces = len(cut(times.rows, plan.chunks))
+    largest = -(-times.rows // pieces)
+    own, piece = times.product[times.rows], times.product[largest]
+    transfer = times.transfer(plan.form, largest)
+    if plan.form == "collective":
+        return _collective(kind, ranks, pieces, own, piece, transfer)
+    hops = (ranks - 1) * pieces
+    link = computed = 0.0
+    arrived: list[float] = []
+    if kind == "gather":
+        computed = own
+        for hop in range(hops):
+            here = arrived[hop - pieces] if hop >= pieces else 0.0
+            link = max(link, here) + transfer
+            arrived.append(link)
+            computed = max(computed, link) + piece
+        return computed
+    for hop in range(hops):
+        computed += piece
+        if hop >= pieces:
+            computed = max(computed, arrived[hop - pieces])
+        link = max(link, computed) + transfer
+        arrived.append(link)
+    return max(link, computed + own)
+
+
+def _collective(
+    kind: Kind, ranks: int, pieces: int, own: float, piece: float, transfer: float
+) -> float:
+    link = computed = 0.0
+    if kind == "gather":
+        computed = own
+        for _ in range(pieces):
+            link += transfer
+            computed = max(computed, link) + (ranks - 1) * piece
+        return computed
+    parts = 1 if kind == "all_reduce" else ranks
+    for _ in range(pieces):
+        computed += parts * piece
+        link = max(link, computed) + transfer
+    return link
+
+
+def plain(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Without overlap: the product before or after one collective."""
+    if kind == "gather":
+        return gather_rows(x, group)[0] @ w
+    y = x @ w
+    if kind == "reduce_scatter":
+        return reduce_scatter_rows(y, group)[0]
+    dist.all_reduce(y, group=group)
+    return y
+
+
+def overlapped(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup, plan: Plan) -> Tensor:
+    """As `plain`, by `plan`."""
+    if kind == "gather":
+        return gather_matmul(x, w, group, plan)[0]
+    by_kind = {"reduce_scatter": matmul_reduce_scatter, "all_reduce": matmul_all_reduce}
+    return by_kind[kind](x, w, group, plan)
+
+
+@torch.no_grad()
+def _choose(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Plan | None:
+    rows = _rows(kind, x, group)
+    if rows == 0:
+        return None
+    times = measure(kind, x, w, group)
+    plans = [Plan(chunks, form) for form in times.transfers for chunks in CHUNKS if chunks <= rows]
+    best = min(plans, key=lambda plan: predict(kind, group.size(), plan, times))
+    both = _alternately(
+        x,
+        group,
+        lambda: plain(kind, x, w, group),
+        lambda: overlapped(kind, x, w, group, best),
+    )
+    stock, ours = _slowest(x, group, both)
+    return best if ours < stock else None
+
+
+def measure(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Times:
+    """Time the parts of a product; all ranks of the group together."""
+    rows = _rows(kind, x, group)
+    own = x[:rows]
+    travels = own if kind == "gather" else own.new_empty((rows, w.shape[1]))
+    sizes = sorted({rows} | {-(-rows // chunks) for chunks in CHUNKS})
+    forms: tuple[Form, ...] = ("collective",) if kind == "all_reduce" else FORMS
+    calls: list[Callable[[], object]] = [partial(torch.mm, own[:size], w) for size in sizes]
+    for form in forms:
+        calls += [partial(_travel, kind, form, travels[:size].clone(), group) for size in (1, rows)]
+    found = _slowest(x, group, [_alternately(x, group, call)[0] for call in calls])
+    transfers = iter(found[len(sizes) :])
+    return Times(
+        rows,
+        dict(zip(sizes, found, strict=False)),
+        {form: (next(transfers), next(transfers)) for form in forms},
+    )
+
+
+def _rows(kind: Kind, x: Tensor, group: dist.ProcessGroup) -> int:
+    return x.shape[0] // (group.size() if kind == "reduce_scatter" else 1)
+
+
+def _travel(kind: Kind, form: Form, rows: Tensor, group: dist.ProcessGroup) -> None:
+    """One hop of a ring, or the collective of a piece with as many rows of each rank."""
+    if form == "ring":
+        transfer = Transfer(rows, torch.empty_like(rows), group)
+        transfer.wait_received()
+        transfer.wait_sent()
+    elif kind == "gather":
+        gather_rows(rows, group)
+    elif kind == "reduce_scatter":
+        reduce_scatter_rows(rows.repeat(group.size(), 1), group)
+    else:
+        dist.all_reduce(rows, group=group)
+
+
+def _alternately(x: Tensor, group: dist.ProcessGroup, *calls: Callable[[], object]) -> list[float]:
+    """Median seconds of each, after a first round that does not count; the ranks begin each together."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for _ in range(1 + _REPEATS):
+        for call, found in zip(calls, seconds, strict=True):
+            _synchronize(x.device)
+            dist.barrier(group)
+            start = perf_counter()
+            call()
+            _synchronize(x.device)
+            found.append(perf_counter() - start)
+    return [median(found[1:]) for found in seconds]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _slowest(x: Tensor, group: dist.ProcessGroup, seconds: Sequence[float]) -> list[float]:
+    found = x.new_tensor(seconds, dtype=torch.float32)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return found.tolist()
+
+
+_CURRENT: list[Overlap] = []
+
+
+def switch_on(overlap: Overlap) -> Callable[[], None]:
+    """Let the linear layers of this process ask it; returns what ends that."""
+    _CURRENT[:] = [overlap]
+    return _CURRENT.clear
+
+
+def current() -> Overlap | None:
+    """Whom a linear layer asks; None: nothing overlaps."""
+    return _CURRENT[0] if _CURRENT else None

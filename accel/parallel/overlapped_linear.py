@@ -1,0 +1,239 @@
+"""Matrix products of a tensor-parallel group that are computed while operands or results travel.
+
+    gather_matmul           gather(x) w     the rows of other ranks are multiplied as they come
+    matmul_reduce_scatter   reduce(x w)     rows for other ranks leave as they are computed; each gets its own
+    matmul_all_reduce       reduce(x w)     the same, and every rank gets all
+
+Letters     R  ranks;   S  first dimension of one rank;   T  rows of one rank, the product of S and what
+            lies between the first dimension and the last;   K  in;   N  out features.   w [K, N]
+Chunks      the rows of a rank are cut into `chunks` pieces that differ by one row at most; of a piece the
+            ranks hold as many rows. More chunks than rows are as many as rows
+Forms       ring        pieces go from rank to rank, R - 1 times, by send and receive. A rank's own rows are
+                        multiplied first (gather) or last (reduce), while the link is busy without them
+            collective  a collective of torch.distributed for each chunk
+Bits        those of the product of all rows followed by the collective, where a row's product does not depend
+            on how many rows there are, and a sum not on its order: of two ranks it does not
+Memory      received where it stays: no copy but that of the own rows, for who keeps them (and what
+            torch.distributed copies in its collectives); what stock holds, and one piece
+Errors      a rank that is gone: those of the collective or the receive, within the group's own time-out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = [
+    "FORMS",
+    "Form",
+    "Plan",
+    "Transfer",
+    "cut",
+    "gather_matmul",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+]
+
+Form = Literal["ring", "collective"]
+FORMS: tuple[Form, ...] = ("ring", "collective")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product overlaps.
+
+    Raises:
+        ValueError: less than one chunk, or an unknown form.
+    """
+
+    chunks: int
+    form: Form = "ring"
+
+    def __post_init__(self) -> None:
+        if self.chunks < 1:
+            raise ValueError(f"{self.chunks} chunks: give 1 or more")
+        if self.form not in FORMS:
+            raise ValueError(f"form {self.form!r}: use {' or '.join(FORMS)}")
+
+
+def cut(rows: int, chunks: int) -> list[slice]:
+    """Pieces of `rows` rows, none of them empty."""
+    chunks = min(rows, chunks)
+    ends = [(i * rows + chunks - 1) // chunks for i in range(chunks + 1)] if chunks else [0]
+    return [slice(*piece) for piece in pairwise(ends)]
+
+
+def gather_matmul(
+    x: Tensor, w: Tensor, group: dist.ProcessGroup, plan: Plan, *, keep: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """`gather(x) w`.
+
+    Args:
+        x: `[S, ..., K]` of this rank; as much on every rank.
+        keep: also return `gather(x)`.
+
+    Returns:
+        `[R S, ..., N]`, one rank after the other, and `[R S, ..., K]` or None.
+    """
+    ranks, me = group.size(), group.rank()
+    own = _rows(x)
+    lead = (ranks * x.shape[0], *x.shape[1:-1])
+    whole = x.new_empty((*lead, x.shape[-1]))
+    y = x.new_empty((*lead, w.shape[1]))  # no view of another tensor: who gets it may write into it
+    wholes, ys = (t.view(ranks, own.shape[0], t.shape[-1]) for t in (whole, y))
+    arriving = (_around if plan.form == "ring" else _together)(own, wholes, group, plan.chunks)
+    for owner, piece in arriving:
+        torch.mm((own if owner == me else wholes[owner])[piece], w, out=ys[owner, piece])
+    if keep:
+        wholes[me] = own
+    return y, whole if keep else None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _around(
+    x: Tensor, whole: Tensor, group: dist.ProcessGroup, chunks: int
+) -> Iterator[tuple[int, slice]]:
+    """The own rows at once, then rank and piece of what has come into `whole` by the ring."""
+    ranks, me = group.size(), group.rank()
+    pieces = cut(x.shape[0], chunks)
+    hops = [((me - hop) % ranks, piece) for hop in range(1, ranks) for piece in pieces]
+    sources = [x[piece] for piece in pieces] + [whole[hop] for hop in hops]
+    transfers = [
+        Transfer(source, whole[hop], group)
+        for source, hop in zip(sources, hops[: len(pieces)], strict=False)
+    ]
+    yield me, slice(None)
+    for i, hop in enumerate(hops):
+        transfers[i].wait_received()
+        if (onward := i + len(pieces)) < len(hops):
+            transfers.append(Transfer(sources[onward], whole[hops[onward]], group))
+        yield hop
+    for transfer in transfers:
+        transfer.wait_sent()
+
+
+def _together(
+    x: Tensor, whole: Tensor, group: dist.ProcessGroup, chunks: int
+) -> Iterator[tuple[int, slice]]:
+    """As `_around`, by all-gathers."""
+    ranks, me = group.size(), group.rank()
+    pieces = cut(x.shape[0], chunks)
+    works = [
+        dist.all_gather([whole[r, piece] for r in range(ranks)], x[piece], group, async_op=True)
+        for piece in pieces
+    ]
+    yield me, slice(None)
+    for piece, work in zip(pieces, works, strict=True):
+        work.wait()
+        for owner in range(ranks):
+            if owner != me:
+                yield owner, piece
+
+
+def matmul_reduce_scatter(x: Tensor, w: Tensor, group: dist.ProcessGroup, plan: Plan) -> Tensor:
+    """The sum over the ranks of `x w`, this rank's part of the first dimension.
+
+    Args:
+        x: `[R S, ..., K]`: of the rows of every rank, one after the other, this rank's part of the sum.
+
+    Returns:
+        `[S, ..., N]`.
+
+    Raises:
+        ValueError: the ranks do not divide the first dimension.
+    """
+    ranks = group.size()
+    if x.shape[0] % ranks:
+        raise ValueError(
+            f"the first dimension, {x.shape[0]}, is to be scattered and is no multiple of the {ranks} ranks"
+        )
+    y = x.new_empty((x.shape[0] // ranks, *x.shape[1:-1], w.shape[1]))
+    own = y.view(y.numel() // w.shape[1], w.shape[1])
+    every = _rows(x).view(ranks, own.shape[0], x.shape[-1])
+    (_sum_around if plan.form == "ring" else _sum_together)(every, w, own, group, plan.chunks)
+    return y
+
+
+def _sum_around(x: Tensor, w: Tensor, y: Tensor, group: dist.ProcessGroup, chunks: int) -> None:
+    """The sum of a rank's rows begins at the next rank and goes once around; it adds its own last."""
+    ranks, me = group.size(), group.rank()
+    pieces = cut(x.shape[1], chunks)
+    coming: list[Transfer] = []
+    for hop in range(1, ranks):
+        for piece in pieces:
+            part = torch.mm(x[(me - hop) % ranks, piece], w)
+            if hop > 1:
+                part += coming[-len(pieces)].received()
+            coming.append(Transfer(part, torch.empty_like(part), group))
+    torch.mm(x[me], w, out=y)
+    for piece, transfer in zip(pieces, coming[-len(pieces) :], strict=ranks > 1):
+        y[piece] += transfer.received()
+    for transfer in coming:
+        transfer.wait_sent()
+
+
+def _sum_together(x: Tensor, w: Tensor, y: Tensor, group: dist.ProcessGroup, chunks: int) -> None:
+    works = []
+    for piece in cut(x.shape[1], chunks):
+        parts = x.new_empty((x.shape[0], *y[piece].shape))
+        for part, rows in zip(parts, x[:, piece], strict=True):
+            torch.mm(rows, w, out=part)
+        whole = parts.flatten(0, 1)
+        works.append(dist.reduce_scatter_tensor(y[piece], whole, group=group, async_op=True))
+    for work in works:
+        work.wait()
+
+
+def matmul_all_reduce(x: Tensor, w: Tensor, group: dist.ProcessGroup, plan: Plan) -> Tensor:
+    """The sum over the ranks of `x w`; always by collectives.
+
+    Args:
+        x: `[..., K]`: this rank's part of the sum of every row.
+
+    Returns:
+        `[..., N]`.
+    """
+    y = x.new_empty((*x.shape[:-1], w.shape[1]))
+    rows, sums = _rows(x), y.view(y.numel() // w.shape[1], w.shape[1])
+    works = []
+    for piece in cut(rows.shape[0], plan.chunks):
+        torch.mm(rows[piece], w, out=sums[piece])
+        works.append(dist.all_reduce(sums[piece], group=group, async_op=True))
+    for work in works:
+        work.wait()
+    return y
+
+
+class Transfer:
+    """A tensor to the next rank of the group, one from the rank before."""
+
+    def __init__(self, outgoing: Tensor, into: Tensor, group: dist.ProcessGroup) -> None:
+        ranks, me = group.size(), group.rank()
+        self._into = into
+        self._works: list[Any] = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, outgoing, group=group, group_peer=(me + 1) % ranks),
+                dist.P2POp(dist.irecv, into, group=group, group_peer=(me - 1) % ranks),
+            ]
+        )
+
+    def wait_received(self) -> None:
+        self._works[-1].wait()
+
+    def wait_sent(self) -> None:
+        """After it was received: the backend has one work for both, or one for each."""
+        for sent in self._works[:-1]:
+            sent.wait()
+
+    def received(self) -> Tensor:
+        self.wait_received()
+        return self._into

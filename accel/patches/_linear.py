@@ -1,0 +1,154 @@
+"""Megatron's linear layers of the local spec through `accel.parallel.parallel_linear`.
+
+A feature that needs it lists the patches, and has `switch_on` called:
+
+    LINEAR      every linear layer with a weight that is trained: Megatron's bits, and what
+                `accel.parallel.split_backward` and `accel.parallel.overlap` do for it
+    OVERLAP     those with a frozen weight, and the reduction after a row layer, while products overlap
+
+Upstream's own code runs where a call asks for more: weights that FSDP or GTP shards, autocast.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.parallel import overlap
+from accel.parallel.linear import Layout, parallel_linear
+from accel.patching import Patch
+
+__all__ = ["LINEAR", "OVERLAP", "switch_on"]
+
+_HERE = "accel.patches._linear"
+_LAYERS = "megatron.core.tensor_parallel.layers"
+
+_WANTED: list[object] = []
+"""One for each feature that is on."""
+
+
+def switch_on() -> Callable[[], None]:
+    """For ``Feature.switch_on``."""
+    mine = object()
+    _WANTED.append(mine)
+    return functools.partial(_WANTED.remove, mine)
+
+
+def through_ours(upstream: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wraps ``linear_with_grad_accumulation_and_async_allreduce``."""
+    return _wrapped(upstream, lambda call: bool(_WANTED) and call["weight"].requires_grad)
+
+
+def frozen_through_ours(upstream: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wraps ``linear_with_frozen_weight``."""
+    return _wrapped(upstream, lambda call: overlap.current() is not None)
+
+
+def _wrapped(
+    upstream: Callable[..., Tensor], wanted: Callable[[dict[str, Any]], bool]
+) -> Callable[..., Tensor]:
+    signature = inspect.signature(upstream)
+
+    @functools.wraps(upstream)
+    def linear(*args: Any, **kwargs: Any) -> Tensor:
+        call = signature.bind(*args, **kwargs).arguments
+        if not wanted(call) or _upstream_needed(call["weight"], call.get("gtp_remat_size", 1)):
+            return upstream(*args, **kwargs)
+        return parallel_linear(call["input"], call["weight"], call["bias"], _layout(call))
+
+    return linear
+
+
+def _upstream_needed(weight: Tensor, gtp_remat_size: int) -> bool:
+    return (
+        gtp_remat_size > 1
+        or hasattr(weight, "__fsdp_param__")
+        or torch.is_autocast_enabled(weight.device.type)
+    )
+
+
+def _layout(call: dict[str, Any]) -> Layout:
+    """No communication unless the call says so: a row layer's comes after it."""
+    into_main_grad, sequence = call["gradient_accumulation_fusion"], call["sequence_parallel"]
+    taken = _taken(call.get("grad_output_buffer"), call.get("wgrad_deferral_limit"))
+    if not (call["allreduce_dgrad"] or sequence):
+        return Layout(into_main_grad=into_main_grad, taken=taken)
+    from megatron.core.utils import get_tensor_model_parallel_group_if_none
+
+    group = get_tensor_model_parallel_group_if_none(call.get("tp_group"))
+    return Layout("column", group, sequence, into_main_grad, taken=taken)
+
+
+def _taken(buffer: list[Tensor] | None, limit: int | None) -> Callable[[Tensor], bool] | None:
+    """``--defer-embedding-wgrad-compute``: the schedule computes the output layer's from these."""
+    if buffer is None:
+        return None
+
+    def take(dy: Tensor) -> bool:
+        room = limit == 0 or limit is None or len(buffer) < limit
+        if room:
+            buffer.append(dy)
+        return room
+
+    return take
+
+
+def reducing_pieces(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``RowParallelLinear.forward``."""
+
+    @functools.wraps(upstream)
+    def forward(self: Any, input_: Tensor) -> Any:
+        if overlap.current() is None or _row_stays(self):
+            return upstream(self, input_)
+        layout = Layout(
+            "row", self.tp_group, self.sequence_parallel, self.gradient_accumulation_fusion
+        )
+        bias = None if self.skip_bias_add else self.bias
+        y = parallel_linear(input_, self.weight, bias, layout)
+        return y, self.bias if self.skip_bias_add else None
+
+    return forward
+
+
+def _row_stays(layer: Any) -> bool:
+    """Whether upstream's own code runs: no reduction, or more than that."""
+    return (
+        layer.tp_group.size() == 1
+        or layer.explicit_expert_comm
+        or not layer.input_is_parallel
+        or layer.config._cpu_offloading_context is not None
+        or _upstream_needed(layer.weight, getattr(layer, "gtp_remat_size", 1))
+    )
+
+
+LINEAR = Patch(
+    target=f"{_LAYERS}:linear_with_grad_accumulation_and_async_allreduce",
+    replacement=f"{_HERE}:through_ours",
+    how="wrap",
+    sources={"0.17.1": "68223b5e19c8", "0.18.2": "68223b5e19c8", "0.19.2": "e8826ff1c83e"},
+    why="Upstream's linear layers compute the gradient of their weight in the backward, always, and their "
+    "input has come before they begin.",
+)
+
+OVERLAP = (
+    Patch(
+        target=f"{_LAYERS}:linear_with_frozen_weight",
+        replacement=f"{_HERE}:frozen_through_ours",
+        how="wrap",
+        sources={"0.17.1": "aff75146310e", "0.18.2": "aff75146310e", "0.19.2": "49372bcbd385"},
+        why="Under sequence parallelism its input is gathered first, and its gradient reduced at the end.",
+    ),
+    Patch(
+        target=f"{_LAYERS}:RowParallelLinear.forward",
+        replacement=f"{_HERE}:reducing_pieces",
+        how="wrap",
+        expects=("self", "input_"),
+        sources={"0.17.1": "71b59f339209", "0.18.2": "71b59f339209", "0.19.2": "89a0fe41cc0b"},
+        why="The reduction begins when the whole product is there.",
+    ),
+)

@@ -1,0 +1,107 @@
+"""Tensor parallelism whose linear layers compute while their operands and results travel.
+
+``--accel-tp-overlap`` cuts the rows of each linear layer into pieces. The input of a column-parallel layer is
+multiplied as it comes from the other ranks; the result of a row-parallel layer, and its gradient on the way
+back, travel piece by piece beside the product. What Megatron hides already stays as it is: the second gather
+of the input and the reduction of its gradient, beside the products of the backward pass.
+
+``--accel-tp-chunks auto`` (the default) times the parts of each product where it first runs, on the
+slowest rank, takes the number of pieces and the way to send them that these times say is quickest, tries it
+beside the plain way, and keeps the plain way unless it is beaten. A number gives every product as many
+pieces, 1 none.
+``--accel-tp-overlap-form`` says how they go: ``ring``, from rank to rank by sends and receives, for which own
+rows are multiplied while nothing has come yet; or ``collective``.
+
+With and without sequence parallelism (without it, slices are all-reduced in row-parallel layers), both specs,
+frozen weights, recomputation, pipelines, delayed weight gradients, ``--defer-embedding-wgrad-compute``, any
+number of rows. On two ranks the results are stock's, bit for bit, where the product of some rows has the bits
+that these rows have in the whole product; with more ranks a sum's order may differ.
+
+``--tp-comm-overlap``, for which stock needs Transformer Engine, turns it on too (``tp_comm_overlap``).
+**Not with** FSDP, sharded weights (``--tensor-parallel-num-weight-shards``) and autocast, where upstream's
+layers run as they are; experts' all-to-alls are not concerned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from accel.feature import Context, Feature, Setting
+from accel.parallel import overlap
+from accel.parallel.overlapped_linear import FORMS, Form
+from accel.patches import _linear
+from accel.upstream import SUPPORTED_RANGE, te_installed
+
+_AUTO = "auto"
+
+
+def parse_chunks(given: Any) -> int | None:
+    """A number of pieces, at least 1; None for ``auto``."""
+    if str(given) == _AUTO:
+        return None
+    try:
+        chunks = int(str(given))
+    except ValueError:
+        chunks = 0
+    if chunks < 1:
+        raise ValueError(f"{given!r} is no number of pieces: give 1 (off) or more, or {_AUTO}")
+    return chunks
+
+
+def parse_form(given: Any) -> Form:
+    for form in FORMS:
+        if given == form:
+            return form
+    raise ValueError(f"{given!r}: use {' or '.join(FORMS)}")
+
+
+def refused(context: Context) -> str | None:
+    """Why products cannot overlap."""
+    args = context.args
+    if te_installed() and getattr(args, "transformer_impl", None) == "transformer_engine":
+        return "Transformer Engine's layers have --tp-comm-overlap; these are for --transformer-impl local"
+    return None
+
+
+def idle(context: Context) -> str | None:
+    ranks = getattr(context.args, "tensor_model_parallel_size", None)
+    return "there is one tensor-parallel rank" if ranks == 1 else None
+
+
+def switch_on(chunks: int | None = None, form: Form | None = None) -> Callable[[], None]:
+    undo = [_linear.switch_on(), overlap.switch_on(overlap.Overlap(chunks, form or "ring"))]
+
+    def off() -> None:
+        while undo:
+            undo.pop()()
+
+    return off
+
+
+FEATURE = Feature(
+    name="tp_overlap",
+    summary="compute linear layers while their operands and results travel",
+    preset=None,
+    numerics="tolerance",
+    megatron=SUPPORTED_RANGE,
+    benchmarks=("tp_overlap",),
+    refuses=refused,
+    idle=idle,
+    settings=(
+        Setting(
+            name="chunks",
+            metavar="N",
+            summary="pieces that a rank's rows are cut into, or auto",
+            parse=parse_chunks,
+        ),
+        Setting(
+            name="form",
+            metavar="FORM",
+            summary=f"how they travel, where their number is given: {' or '.join(FORMS)}",
+            parse=parse_form,
+        ),
+    ),
+    switch_on=switch_on,
+    patches=(_linear.LINEAR, *_linear.OVERLAP),
+)

@@ -1,0 +1,334 @@
+"""One rank of `bench tp_overlap`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import logging
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import accel.megatron_adaptor
+from accel.parallel import overlap
+from accel.parallel.collectives import gather_rows, reduce_scatter_rows
+from accel.parallel.linear import Layout, parallel_linear
+from accel.parallel.overlap import Overlap
+from accel.parallel.overlapped_linear import FORMS
+from benchmarks.lab.limited import limit
+from benchmarks.tp_overlap import AUTO, COLLECTIVES, NUMBERS, PRODUCTS, RANKS, SERIAL, STOCK
+
+Call = Callable[[], object]
+Layer = Callable[[Overlap | None], Call]
+"""A pass of a layer, overlapping so or not at all."""
+
+
+def group() -> dist.ProcessGroup:
+    found = dist.group.WORLD
+    assert found is not None
+    return found
+
+
+def timed(call: Call) -> float:
+    """Seconds of the slowest rank; all begin together."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def in_turn(sides: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for turn in range(rounds + 1):  # the first warms up, connects and measures
+        for side, call in sides.items():
+            seconds[side] += [timed(call)] * (turn > 0)
+    return seconds
+
+
+class Layers:
+    """A column-parallel layer [K, N], and a row-parallel one [N, K] that could follow it.
+
+    Of both T rows of K numbers travel from each rank, and R T rows are multiplied.
+    """
+
+    def __init__(self, quick: bool) -> None:
+        self.rows, self.k, self.n = (64, 128, 256) if quick else (512, 1024, 4096)
+        draw = torch.Generator().manual_seed(dist.get_rank())
+        whole = RANKS * self.rows
+        self.x = torch.randn(self.rows, self.k, generator=draw)
+        self.x_whole = torch.randn(whole, self.k, generator=draw)
+        self.wide = torch.randn(whole, self.n, generator=draw)
+        self.column = torch.randn(self.n, self.k, generator=draw)
+        self.row = torch.randn(self.k, self.n, generator=draw)
+
+    @property
+    def num_bytes(self) -> int:
+        """That a rank sends in one gather or reduction."""
+        return (RANKS - 1) * self.rows * self.k * self.x.element_size()
+
+    def directions(self) -> dict[str, tuple[Call, Call, Call, Layer]]:
+        """Direction -> products, collectives, one after the other, and the layer's own pass."""
+        x, x_whole, wide, column, row = self.x, self.x_whole, self.wide, self.column, self.row
+
+        def column_back() -> None:
+            whole, _ = gather_rows(x, group())
+            reduce_scatter_rows(wide @ column, group())
+            wide.t() @ whole
+
+        def row_back() -> None:
+            whole, _ = gather_rows(x, group())
+            (whole @ row, whole.t() @ wide)
+
+        return {
+            "column, forward": (
+                lambda: x_whole @ column.t(),
+                lambda: gather_rows(x, group()),
+                lambda: gather_rows(x, group())[0] @ column.t(),
+                _forward("column", x, column),
+            ),
+            "row, forward": (
+                lambda: wide @ row.t(),
+                lambda: reduce_scatter_rows(x_whole, group()),
+                lambda: reduce_scatter_rows(wide @ row.t(), group()),
+                _forward("row", wide, row),
+            ),
+            "row, backward": (
+                lambda: (x_whole @ row, x_whole.t() @ wide),
+                lambda: gather_rows(x, group()),
+                row_back,
+                _backward("row", wide, row, x),
+            ),
+            "column, backward": (
+                lambda: (wide @ column, wide.t() @ x_whole),
+                lambda: (gather_rows(x, group()), reduce_scatter_rows(x_whole, group())),
+                column_back,
+                _backward("column", x, column, wide),
+            ),
+        }
+
+
+def _forward(mode: Any, x: Tensor, weight: Tensor) -> Layer:
+    layout = Layout(mode, group(), sequence_parallel=True)
+
+    def made(chosen: Overlap | None) -> Call:
+        return asking(chosen, torch.no_grad()(partial(parallel_linear, x, weight, None, layout)))
+
+    return made
+
+
+def _backward(mode: Any, x: Tensor, weight: Tensor, dy: Tensor) -> Layer:
+    layout = Layout(mode, group(), sequence_parallel=True)
+
+    def made(chosen: Overlap | None) -> Call:
+        leaves = (x.clone().requires_grad_(), weight.clone().requires_grad_())
+        y = asking(chosen, partial(parallel_linear, *leaves, None, layout))()
+        return asking(chosen, partial(torch.autograd.grad, y, leaves, dy, retain_graph=True))
+
+    return made
+
+
+def asking(chosen: Overlap | None, call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call, in which layers ask `chosen`."""
+
+    def asked() -> Any:
+        off = (lambda: None) if chosen is None else overlap.switch_on(chosen)
+        try:
+            return call()
+        finally:
+            off()
+
+    return asked
+
+
+def products(quick: bool) -> dict[str, Any]:
+    """Of a forward, while the other ranks compute as well."""
+    layers = Layers(quick)
+    found = in_turn({PRODUCTS: lambda: layers.x_whole @ layers.column.t()}, 5)
+    return {"num_bytes": layers.num_bytes, "seconds": statistics.median(found[PRODUCTS])}
+
+
+def layers(quick: bool) -> dict[str, Any]:
+    made = Layers(quick)
+    rounds = 2 if quick else 7
+    directions, chose = {}, {}
+    for direction, (product, collective, serial, layer) in made.directions().items():
+        auto = Overlap()
+        sides = {PRODUCTS: product, COLLECTIVES: collective, SERIAL: serial, STOCK: layer(None)}
+        sides[AUTO] = layer(auto)
+        for form, number in itertools.product(FORMS, NUMBERS[1:2] if quick else NUMBERS):
+            sides[f"accel, {form} of {number}"] = layer(Overlap(number, form))
+        directions[direction] = in_turn(sides, rounds)
+        chose[direction] = told(auto)
+    shape = f"{RANKS} x {made.rows} rows, {made.k} to {made.n} and back, fp32"
+    return {"directions": directions, "auto": chose, "rounds": rounds, "shape": shape}
+
+
+def told(auto: Overlap) -> str:
+    """The plans that it found, in the order in which they were asked for."""
+    plans = [
+        "the plain way" if plan is None else f"{plan.form} of {plan.chunks}"
+        for plan in auto.chosen.values()
+    ]
+    return ", ".join(dict.fromkeys(plans)) or "nothing, as nothing asked"
+
+
+class Gpt:
+    """Megatron's own, TP with sequence parallelism."""
+
+    def __init__(self, quick: bool) -> None:
+        self.layers, self.hidden, self.length = (2, 64, 32) if quick else (2, 1536, 256)
+
+    @property
+    def num_bytes(self) -> int:
+        """That a rank sends in the four collectives of each layer's forward."""
+        return self.layers * 4 * (self.length // RANKS) * self.hidden * 4
+
+    def products(self) -> list[tuple[Tensor, Tensor]]:
+        """Operands of a layer's four products."""
+        hidden, draw = self.hidden, torch.Generator().manual_seed(0)
+        shapes = [
+            (hidden, 3 * hidden // RANKS),
+            (hidden // RANKS, hidden),
+            (hidden, 4 * hidden // RANKS),
+            (4 * hidden // RANKS, hidden),
+        ]
+        return [
+            (torch.randn(self.length, k, generator=draw), torch.randn(n, k, generator=draw).t())
+            for k, n in shapes
+        ]
+
+    def model(self) -> Any:
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.transformer import TransformerConfig
+
+        model_parallel_cuda_manual_seed(1)
+        torch.manual_seed(1)
+        config = TransformerConfig(
+            num_layers=self.layers,
+            hidden_size=self.hidden,
+            num_attention_heads=self.hidden // 16 if self.hidden < 512 else self.hidden // 128,
+            tensor_model_parallel_size=RANKS,
+            sequence_parallel=True,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            gradient_accumulation_fusion=False,
+        )
+        return GPTModel(
+            config,
+            get_gpt_layer_local_spec(),
+            vocab_size=512,
+            max_sequence_length=self.length,
+            share_embeddings_and_output_weights=False,
+        )
+
+
+def gpt_products(quick: bool) -> dict[str, Any]:
+    shape = Gpt(quick)
+    operands = shape.products()
+    found = in_turn({PRODUCTS: lambda: [x @ w for x, w in operands]}, 5)
+    seconds = shape.layers * statistics.median(found[PRODUCTS])
+    return {"num_bytes": shape.num_bytes, "seconds": seconds}
+
+
+def gpt(quick: bool) -> dict[str, Any]:
+    shape, rounds = Gpt(quick), 2 if quick else 7
+    model = shape.model()
+    tokens = torch.randint(512, (1, shape.length + 1), generator=torch.Generator().manual_seed(3))
+    positions = torch.arange(shape.length)[None]
+    mask = torch.ones(1, 1, shape.length, shape.length, dtype=torch.bool).triu(1)
+    weights = list(model.parameters())
+
+    def step(options: Mapping[str, Any]) -> float:
+        for weight in weights:
+            weight.grad = None
+        with enabled(options):
+            return timed(
+                lambda: (
+                    model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).mean().backward()
+                )
+            )
+
+    sides: dict[str, dict[str, Any]] = {STOCK: {}, AUTO: {"tp_overlap": True}}
+    for number in NUMBERS[1:2] if quick else NUMBERS[:-1]:
+        sides[f"accel, ring of {number}"] = {"tp_overlap": True, "tp_overlap_chunks": number}
+    gradients, seconds = {}, {}
+    for side, options in sides.items():
+        step(options)
+        gradients[side] = [weight.grad for weight in weights]
+        seconds[side] = []
+    for _ in range(rounds):
+        for side, options in sides.items():
+            seconds[side].append(step(options))
+    ours = [side for side in sides if side != STOCK]
+    differ = torch.tensor(
+        [
+            sum(int((a != b).sum()) for a, b in zip(gradients[side], gradients[STOCK], strict=True))
+            for side in ours
+        ]
+        + [sum(weight.numel() for weight in weights)]
+    )
+    dist.all_reduce(differ)
+    return {
+        "shape": f"GPT of {shape.layers} layers of {shape.hidden}, sequence {shape.length}, fp32",
+        "seconds": seconds,
+        "rounds": rounds,
+        "differ": dict(zip(ours, differ.tolist(), strict=False)),
+        "elements": int(differ[-1]),
+        "auto": told(MEASURED),
+    }
+
+
+NORMS = {"norm": True}
+"""Of every side: torch's do not know sequence parallelism."""
+MEASURED = Overlap()
+"""Of the step's own auto side, kept from step to step, as a training keeps it."""
+
+
+@contextlib.contextmanager
+def enabled(options: Mapping[str, Any]) -> Iterator[None]:
+    accel.enable(preset="off", **NORMS, **options)
+    if options and "tp_overlap_chunks" not in options:
+        overlap.switch_on(MEASURED)
+    try:
+        yield
+    finally:
+        accel.enable(preset="off", **NORMS)
+
+
+def main() -> int:
+    whats = {"products": products, "layers": layers, "gpt-products": gpt_products, "gpt": gpt}
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=whats)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--limit", type=float)
+    args = parser.parse_args()
+    logging.disable(logging.INFO)
+    torch.set_num_threads(1)
+    accel.enable(preset="off", **NORMS)
+    from megatron.core import parallel_state
+
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
+    with contextlib.nullcontext() if args.limit is None else limit(args.limit):
+        found = whats[args.what](args.quick)
+    print(json.dumps(found), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""`--accel-tp-overlap` on a link that is slow: what of a tensor-parallel layer's communication hides.
+
+Layers   One column-parallel and one row-parallel layer with sequence parallelism, on two ranks of one thread
+         and one core each, fp32, through `parallel_linear`. The rate is chosen so that a forward's transfer
+         takes 0.25, 0.5, 1 and 2 times its products. Measured in turn: the products alone, the collectives
+         alone, one after the other (serial), Megatron's way, which hides a column layer's backward, and ours
+         in some numbers of pieces. Hidden share: (serial - ours) / min(collectives, products).
+GPT      The forward and backward pass of a real GPT of Megatron's, TP 2 with sequence parallelism, at a rate
+         where the collectives of its forward take as long as its linear layers' products. All gradients are
+         compared with Megatron's first.
+
+The link is of the lab (benchmarks/lab): network namespaces with a shaped interface, and without these a
+wrapper that counts the time, which the method of each row says. Medians; nothing else may run on the machine.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accel.testing import bench
+from accel.testing.bench import OURS, row
+from benchmarks.lab import launch, network
+from benchmarks.lab.limited import Limit
+
+NAME = "tp_overlap"
+CHECKOUT = Path(__file__).parents[1]
+PAYLOAD = 0.956
+"""Of the link's rate, what is not the frames' heads."""
+RATIOS = (0.25, 0.5, 1.0, 2.0)
+HIDDEN, FASTER = 0.8, 1.25
+RANKS = 2
+STOCK, SERIAL = "Megatron", "one after the other"
+PRODUCTS, COLLECTIVES = "products alone", "collectives alone"
+AUTO = "accel, auto"
+NUMBERS = (2, 4, 8, 16)
+
+
+class Link:
+    """Two hosts whose link takes a new rate for each launch; without them, the wrapper."""
+
+    def __init__(self, hosts: Any, why: str | None) -> None:
+        self._hosts, self._why = hosts, why
+
+    def run(
+        self, what: str, quick: bool, payload: float | None = None
+    ) -> tuple[dict[str, Any], str]:
+        """What rank 0 found, and the link; `payload`: bytes of messages per second, None for full speed."""
+        command = ["-m", "benchmarks._tp_overlap_ranks", what, *["--quick"] * quick]
+        kind = "full speed"
+        if payload is not None and self._hosts is not None:
+            self._hosts.shape(payload / PAYLOAD)
+            kind = f"{self._hosts.kind} of {payload / PAYLOAD / 1e6:.1f} MB/s"
+        elif payload is not None:
+            command.append(f"--limit={payload}")
+            kind = f"{Limit.kind} of {payload / 1e6:.1f} MB/s ({self._why})"
+        outputs = launch.run(self._hosts, command, RANKS, 900, {"PYTHONPATH": str(CHECKOUT)})
+        return json.loads(outputs[0].splitlines()[-1]), kind
+
+
+def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    return {side: 1e3 * statistics.median(times) for side, times in seconds.items()}
+
+
+def quickest(took: Mapping[str, float]) -> str:
+    """Of accel's ways."""
+    return min((side for side in took if side.startswith(OURS)), key=took.__getitem__)
+
+
+def layer_rows(link: Link, quick: bool) -> list[dict]:
+    alone, _ = link.run("products", quick)
+    rows = []
+    for ratio in RATIOS[2:3] if quick else RATIOS:
+        payload = alone["num_bytes"] / (ratio * alone["seconds"])
+        found, kind = link.run("layers", quick, payload)
+        for direction, seconds in found["directions"].items():
+            name = f"{direction}, transfers take {ratio:g} of the products"
+            took = medians(seconds)
+            method = (
+                f"{found['shape']}; {kind}; {RANKS} ranks of one thread; median of {found['rounds']}, "
+                "sides in turn"
+            )
+            best = quickest(took)
+            lesser = min(took[PRODUCTS], took[COLLECTIVES])
+            hidden = {
+                side: (took[SERIAL] - value) / lesser
+                for side, value in {OURS: took[best], **took}.items()
+                if side not in (PRODUCTS, COLLECTIVES, SERIAL)
+            }
+            rows += [
+                row(name, "time", "ms", {OURS: took[best], **took}, f"accel: {best}; {method}"),
+                row(
+                    name,
+                    "hidden share",
+                    "",
+                    hidden,
+                    f"accel: {best}; auto chose {found['auto'][direction]}; {method}",
+                    better="higher",
+                    limit=1.0,
+                    target=HIDDEN if ratio == 1 else None,
+                ),
+            ]
+    return rows
+
+
+def gpt_rows(link: Link, quick: bool) -> list[dict]:
+    alone, _ = link.run("gpt-products", quick)
+    found, kind = link.run("gpt", quick, alone["num_bytes"] / alone["seconds"])
+    name = f"{found['shape']}, transfers take 1 of the products"
+    took = medians(found["seconds"])
+    best = quickest(took)
+    method = (
+        f"accel: {best}; auto chose {found['auto']}; TP {RANKS} with sequence parallelism, forward and "
+        f"backward; {kind}; one thread a rank; median of {found['rounds']}, sides in turn"
+    )
+    speed_up = {
+        side: statistics.median(
+            stock / ours
+            for stock, ours in zip(found["seconds"][STOCK], found["seconds"][ours_as], strict=True)
+        )
+        for side, ours_as in {OURS: best, AUTO: AUTO}.items()
+    }
+    return [
+        row(
+            name,
+            "elements of gradients that differ",
+            "",
+            {OURS: found["differ"][best], **found["differ"]},
+            f"of {found['elements']}, from Megatron's",
+            target=0,
+        ),
+        row(name, "step", "ms", {OURS: took[best], **took}, method),
+        row(
+            name,
+            "speed-up of a step",
+            "x",
+            speed_up,
+            f"median of ratios of pairs; {method}",
+            better="higher",
+            target=FASTER,
+        ),
+    ]
+
+
+def rows(quick: bool) -> list[dict]:
+    why = network.reason()
+    if why is not None:
+        link = Link(None, why)
+        return layer_rows(link, quick) + gpt_rows(link, quick)
+    with network.hosts(RANKS) as hosts:
+        link = Link(hosts, None)
+        return layer_rows(link, quick) + gpt_rows(link, quick)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args: argparse.Namespace = bench.parser(NAME).parse_args(argv)
+    return bench.run_rows(NAME, rows, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

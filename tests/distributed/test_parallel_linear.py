@@ -1,0 +1,348 @@
+"""The split linear layer on several ranks. What overlaps gives the bits of what does not on two ranks,
+wherever a product of some rows has the bits that these rows have in the whole; else it is as near as sums in
+another order are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accel.parallel import overlap
+from accel.parallel.linear import DelayedGradients, Layout, parallel_linear
+from accel.parallel.overlap import Overlap
+from accel.parallel.overlapped_linear import (
+    FORMS,
+    Form,
+    Plan,
+    cut,
+    gather_matmul,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from accel.parallel.split_backward import input_part
+from accel.testing.distributed import launch, under_torchrun
+
+pytestmark = pytest.mark.usefixtures("gloo_group")
+
+IN, OUT = 24, 12
+DTYPES = [torch.float32, torch.bfloat16]
+CHUNKS = (2, 3, 100)
+SHAPES = [(5,), (3, 2), (1,), (0, 2), (4, 1), (2, 3, 2)]
+"""Leading dimensions of a rank's rows under sequence parallelism."""
+
+
+@contextmanager
+def overlapping(chosen: Overlap) -> Iterator[None]:
+    off = overlap.switch_on(chosen)
+    try:
+        yield
+    finally:
+        off()
+
+
+def draw(*sizes: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """The same on every rank."""
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rows_are_independent(x: Tensor, w: Tensor, chunks: int) -> bool:
+    """Whether on each rank all pieces' products have the bits of the whole product."""
+    ranks = dist.get_world_size()
+    x = x.reshape(-1, x.shape[-1])
+    whole = x @ w
+    pieces = [*cut(len(x), chunks)]
+    pieces += [
+        slice(part.start + piece.start, part.start + piece.stop)
+        for part in cut(len(x), ranks)
+        for piece in [*cut(part.stop - part.start, chunks), slice(0, part.stop - part.start)]
+    ]
+    here = all(torch.equal(x[piece] @ w, whole[piece]) for piece in pieces)
+    everywhere = torch.tensor(int(here))
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    return bool(everywhere)
+
+
+def assert_same(found: Tensor | None, expected: Tensor | None, exact: bool, terms: int) -> None:
+    """Otherwise within what sums of `terms` products in any order, and one rounding on each of the hops, may
+    differ: operands are of unit variance."""
+    assert (found is None) == (expected is None)
+    if found is None or expected is None:
+        return
+    if exact:
+        assert torch.equal(found, expected)
+    else:
+        unit = torch.finfo(expected.dtype).eps / 2
+        largest = 6 * terms**0.5  # of a sum, or of a part of one
+        sums = terms * torch.finfo(torch.float32).eps / 2
+        limit = 2 * largest * (dist.get_world_size() * unit + sums)
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=limit)
+
+
+def check_products(dtype: torch.dtype) -> None:
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    group = dist.group.WORLD
+    assert group is not None
+    exact_ones = 0
+    for form, rows, chunks in itertools.product(FORMS, (0, 1, 7, 64), (1, *CHUNKS)):
+        plan = Plan(chunks, form)
+        every = draw(ranks, rows, IN, dtype=dtype)
+        w = draw(ranks, IN, OUT, dtype=dtype, seed=1)[me]
+        whole = every.flatten(0, 1)
+        y, gathered = gather_matmul(every[me], w, group, plan, keep=True)
+        assert gathered is not None
+        assert torch.equal(gathered, whole)
+        assert_same(y, whole @ w, rows_are_independent(whole, w, chunks), IN)
+        assert gather_matmul(every[me], w, group, plan)[1] is None
+
+        part = draw(ranks, ranks * rows, IN, dtype=dtype, seed=2)[me]
+        expected = part @ w
+        dist.all_reduce(expected)
+        exact = ranks == 2 and rows_are_independent(part, w, chunks)
+        exact_ones += exact
+        mine = matmul_reduce_scatter(part, w, group, plan)
+        assert_same(mine, expected.unflatten(0, (ranks, rows))[me], exact, ranks * IN)
+        assert_same(matmul_all_reduce(part, w, group, plan), expected, exact, ranks * IN)
+    assert exact_ones or ranks > 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.distributed(world_size=2)
+def test_products_of_two_ranks(dtype: torch.dtype) -> None:
+    check_products(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.distributed(world_size=4)
+def test_products_of_four_ranks(dtype: torch.dtype) -> None:
+    check_products(dtype)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_products_of_a_group_of_one_are_products() -> None:
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    group = groups[dist.get_rank()]
+    x, w = draw(5, IN, dtype=torch.float32), draw(IN, OUT, dtype=torch.float32, seed=1)
+    for form in FORMS:
+        y, gathered = gather_matmul(x, w, group, Plan(1, form), keep=True)
+        assert gathered is not None
+        assert torch.equal(gathered, x)
+        for found in (y, matmul_reduce_scatter(x, w, group, Plan(1, form))):
+            torch.testing.assert_close(found, x @ w)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_rows_that_the_ranks_do_not_divide_are_named() -> None:
+    x, w = torch.ones(5, IN), torch.ones(OUT, IN)
+    group = dist.group.WORLD
+    assert group is not None
+    with pytest.raises(ValueError, match="first dimension, 5, is to be scattered and is no"):
+        matmul_reduce_scatter(x, w.t(), group, Plan(2))
+    layout = Layout("row", group, sequence_parallel=True)
+    with (
+        overlapping(Overlap(2)),
+        pytest.raises(ValueError, match=r"first dimension, 5, is no multiple of the 2"),
+    ):
+        parallel_linear(x[:, None].expand(5, 2, IN), w, None, layout)
+
+
+class Layer:
+    """A layer's operands on this rank, and all that a step gives."""
+
+    def __init__(self, mode: Any, sequence_parallel: bool, shape: tuple[int, ...], dtype: Any):
+        ranks, me = dist.get_world_size(), dist.get_rank()
+        rows = ranks * shape[0]
+        self.dtype = dtype
+        self.layout = Layout(mode, dist.group.WORLD, sequence_parallel)
+        shared = mode == "column" and not sequence_parallel
+        every = draw(ranks, rows, *shape[1:], IN, dtype=dtype)
+        x = every[0] if shared else every[me]
+        self.x = x[: shape[0]] if mode == "column" and sequence_parallel else x
+        self.w = draw(ranks, OUT, IN, dtype=dtype, seed=1)[me]
+        self.bias = draw(OUT, dtype=dtype, seed=2)
+        gradients = draw(ranks, rows, *shape[1:], OUT, dtype=dtype, seed=3)
+        own = mode == "column" or sequence_parallel  # else all ranks have the same
+        dy = gradients[me if own else 0]
+        self.dy = dy[: shape[0]] if mode == "row" and sequence_parallel else dy
+
+    def step(
+        self, layout: Layout | None = None, trained: tuple[bool, ...] = (True, True, True)
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """What the layer gives, and the gradients of x, w and the bias."""
+        operands = [
+            t.clone().requires_grad_(t_)
+            for t, t_ in zip((self.x, self.w, self.bias), trained, strict=True)
+        ]
+        y = parallel_linear(*operands, layout or self.layout)
+        y *= 2  # in place, as Megatron's cross entropy writes into the logits
+        if y.requires_grad:
+            y.backward(self.dy)
+        return y.detach(), [t.grad for t in operands]
+
+    def exact(self, chunks: int) -> bool:
+        """Whether both directions' products have independent rows."""
+        group = dist.group.WORLD
+        assert group is not None
+        ranks = dist.get_world_size()
+        forward = torch.cat([self.x] * ranks) if self.layout.mode == "column" else self.x
+        back = torch.cat([self.dy] * ranks) if self.layout.mode == "row" else self.dy
+        found = [
+            rows_are_independent(forward, self.w.t(), chunks),
+            rows_are_independent(back, self.w, chunks),
+        ]
+        return ranks == 2 and all(found)
+
+
+def check_layers(form: Form) -> None:
+    cases = itertools.product(("column", "row"), (True, False), SHAPES, DTYPES, CHUNKS)
+    for mode, sequence_parallel, shape, dtype, chunks in cases:
+        layer = Layer(mode, sequence_parallel, shape, dtype)
+        y, gradients = layer.step()
+        with overlapping(Overlap(chunks, form)):
+            found, found_gradients = layer.step()
+        exact = layer.exact(chunks)
+        terms = dist.get_world_size() * max(IN, OUT)
+        assert_same(found, y, exact, terms)
+        terms = max(terms, 4 * dist.get_world_size() * shape[0] * 6)
+        for g, e in zip(found_gradients, gradients, strict=True):
+            assert_same(g, e, exact, terms)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.distributed(world_size=2)
+def test_layers_of_two_ranks(form: Form) -> None:
+    check_layers(form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.distributed(world_size=4)
+def test_layers_of_four_ranks(form: Form) -> None:
+    check_layers(form)
+
+
+@pytest.mark.parametrize("mode", ["column", "row"])
+@pytest.mark.distributed(world_size=2)
+def test_every_way_of_the_weights_gradient(mode: Any) -> None:
+    layer = Layer(mode, True, (6, 2), torch.float32)
+    y, (dx, dw, db) = layer.step()
+    exact = layer.exact(3)
+
+    def check(found: tuple[Tensor, list[Tensor | None]], *expected: Tensor | None) -> None:
+        assert_same(found[0], y, exact, 2 * IN)
+        for g, e in zip(found[1], expected, strict=True):
+            assert_same(g, e, exact, 64)
+
+    with overlapping(Overlap(3)):
+        check(layer.step(trained=(True, False, True)), dx, None, db)
+        check(layer.step(trained=(False, True, True)), None, dw, db)
+        check(layer.step(trained=(False, False, True)), None, None, db)
+
+        delayed = DelayedGradients()
+        late = Layout(mode, dist.group.WORLD, True, delayed=delayed)
+        check(layer.step(late), dx, None, db)
+        assert len(delayed) == 1
+
+        taken: list[Tensor] = []
+        theirs = Layout(mode, dist.group.WORLD, True, taken=lambda dy: taken.append(dy) or True)
+        check(layer.step(theirs), dx, None, db)
+        assert len(taken) == 1
+
+        with input_part() as part:
+            check(layer.step(), dx, None, db)
+        assert len(part) == 1
+
+        off = Layout(mode, dist.group.WORLD, True, overlap_gather=False, overlap_reduce=False)
+        found, gradients = layer.step(off)
+        assert torch.equal(found, y)
+        assert all(map(torch.equal, gradients, (dx, dw, db)))
+
+
+@pytest.mark.distributed(world_size=2)
+def test_what_was_computed_without_overlap_is_differentiated_without() -> None:
+    for trained in ((True, True, True), (True, False, False)):
+        layer = Layer("row", True, (6, 2), torch.float32)
+        _, expected = layer.step(trained=trained)
+        leaves = [
+            t.clone().requires_grad_(t_) for t, t_ in zip((layer.x, layer.w), trained, strict=False)
+        ]
+        y = parallel_linear(*leaves, None, layer.layout) * 2
+        with overlapping(Overlap(3)):
+            y.backward(layer.dy)
+        for leaf, gradient in zip(leaves, expected, strict=False):
+            assert_same(leaf.grad, gradient, True, 0)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_late_gradient_is_the_weights() -> None:
+    for mode in ("column", "row"):
+        layer = Layer(mode, True, (6, 2), torch.float32)
+        weight = layer.w.clone().requires_grad_()
+        weight.main_grad = torch.zeros(OUT, IN)
+        layout = Layout(layer.layout.mode, dist.group.WORLD, True, into_main_grad=True)
+        x = layer.x.clone().requires_grad_()
+        with overlapping(Overlap(3)), input_part() as part:
+            (parallel_linear(x, weight, None, layout) * 2).backward(layer.dy)
+        assert not weight.main_grad.any()
+        part.compute()
+        _, (_, dw, _) = layer.step()
+        torch.testing.assert_close(weight.main_grad, dw)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_auto_measures_once_and_all_ranks_choose_alike() -> None:
+    chosen = Overlap()
+    expected = []
+    layers = [Layer(m, s, (8, 2), torch.float32) for m in ("column", "row") for s in (True, False)]
+    expected = [layer.step() for layer in layers]
+    with overlapping(chosen):
+        for layer, (y, gradients) in zip(layers, expected, strict=True):
+            found, found_gradients = layer.step()
+            assert_same(found, y, False, 2 * IN)
+            for g, e in zip(found_gradients, gradients, strict=True):
+                assert_same(g, e, False, 64)
+            known = dict(chosen.chosen)
+            layer.step()
+            assert chosen.chosen == known
+    kinds = {key[0] for key in chosen.chosen}
+    assert kinds == {"gather", "reduce_scatter", "all_reduce"}
+    everybodys: list[Any] = [None, None]
+    dist.all_gather_object(everybodys, list(map(str, chosen.chosen.items())))
+    assert everybodys[0] == everybodys[1]
+
+
+DIES = """
+import datetime, os, sys, time
+import torch, torch.distributed as dist
+from accel.parallel.overlapped_linear import Plan, gather_matmul, matmul_reduce_scatter
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=8))
+form, what = sys.argv[1:]
+x, w, group = torch.ones(64, 8), torch.ones(8, 8), dist.group.WORLD
+product = {"gather": gather_matmul, "reduce": matmul_reduce_scatter}[what]
+product(x, w, group, Plan(4, form))
+if dist.get_rank() == 1:
+    os._exit(0)
+began = time.monotonic()
+try:
+    product(x, w, group, Plan(4, form))
+except RuntimeError:
+    print("raised after", time.monotonic() - began, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(under_torchrun(), reason="launches its own ranks")
+@pytest.mark.parametrize("what", ["gather", "reduce"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_rank_that_dies_is_an_error_on_the_others(form: str, what: str, tmp_path: Path) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text(DIES)
+    output = launch(2, [str(script), form, what], seconds=100)
+    assert float(output.split("raised after")[1].split()[0]) < 10

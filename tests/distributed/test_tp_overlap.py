@@ -1,0 +1,78 @@
+"""`--accel-tp-overlap` and `--tp-comm-overlap` in trainings: stock's losses and gradient norms. The layers by
+themselves: `test_parallel_linear.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel.parallel import overlapped_linear
+
+from .against_stock import FreshStore, check_training
+
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+LOCAL = "--transformer-impl local"
+THREE = ["--accel-tp-overlap", "--accel-tp-chunks", "3"]
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+CASES: dict[str, tuple[str, str, list[str]]] = {
+    "local_sp": ("dense", f"{TP2} {LOCAL}", THREE),
+    "local_without_sp": ("tied", f"--tensor-model-parallel-size 2 {LOCAL}", THREE),
+    "te_sp_recomputed": ("dense", f"{TP2} {RECOMPUTED}", THREE),
+    "te_by_collectives": ("tied", TP2, [*THREE, "--accel-tp-overlap-form", "collective"]),
+    "local_auto": ("dense", f"{TP2} {LOCAL}", ["--accel-tp-overlap"]),
+    "te_flag_of_megatrons": ("mtp", TP2, ["--tp-comm-overlap"]),
+    "local_moe": ("moe", f"{TP2} {LOCAL}", THREE),
+    "mindspeeds_names": ("dense", TP2, ["--use-ascend-coc", "--coc-parallel-num", "2"]),
+}
+FOUR: dict[str, tuple[str, str, list[str]]] = {
+    "pp2_vpp2_deferred_embedding": (
+        "dense",
+        f"{TP2} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+        " --defer-embedding-wgrad-compute",
+        THREE,
+    ),
+    "pp2_zb_h1": (
+        "dense",
+        f"{TP2} {LOCAL} --pipeline-model-parallel-size 2",
+        [*THREE, "--accel-schedule", "zb-h1"],
+    ),
+}
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Those that overlapped."""
+    from accel.parallel import linear, overlap
+
+    found: list[str] = []
+    for name in ("gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+        original = getattr(overlapped_linear, name)
+
+        def noted(*args, name=name, original=original, **kwargs):
+            found.append(name)
+            return original(*args, **kwargs)
+
+        for module in (linear, overlap):
+            monkeypatch.setattr(module, name, noted)
+    return found
+
+
+def check(case: str, cases: dict, fresh_store: FreshStore, products: list[str]) -> None:
+    kind, flags, ours = cases[case]
+    check_training(kind, flags, ours, [], fresh_store)
+    if "--sequence-parallel" in flags:
+        assert {"gather_matmul", "matmul_reduce_scatter"} <= set(products)
+    else:
+        assert set(products) == {"matmul_all_reduce"}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.distributed(world_size=2)
+def test_trains_as_stock(case: str, fresh_store: FreshStore, products: list[str]) -> None:
+    check(case, CASES, fresh_store, products)
+
+
+@pytest.mark.parametrize("case", FOUR)
+@pytest.mark.distributed(world_size=4)
+def test_pipelines_train_as_stock(case: str, fresh_store: FreshStore, products: list[str]) -> None:
+    check(case, FOUR, fresh_store, products)

@@ -1,0 +1,107 @@
+"""Pieces, plans, and the prediction of an overlapped product's time. The products themselves, on several
+ranks: `tests/distributed/test_parallel_linear.py`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel.parallel.overlap import Overlap, Times, current, predict, switch_on
+from accel.parallel.overlapped_linear import Plan, cut
+
+
+@given(st.integers(0, 300), st.integers(1, 400))
+def test_pieces_cover_every_row_once_and_differ_by_one_row(rows: int, chunks: int) -> None:
+    pieces = cut(rows, chunks)
+    assert [row for piece in pieces for row in range(rows)[piece]] == list(range(rows))
+    sizes = {piece.stop - piece.start for piece in pieces}
+    assert len(pieces) == min(rows, chunks)
+    assert not sizes or (min(sizes) > 0 and max(sizes) - min(sizes) <= 1)
+
+
+@pytest.mark.parametrize("chunks", [0, -1])
+def test_fewer_than_one_chunk_is_an_error_that_names_it(chunks: int) -> None:
+    with pytest.raises(ValueError, match=f"{chunks} chunks: give 1 or more"):
+        Plan(chunks)
+
+
+def test_an_unknown_form_is_an_error_that_names_it() -> None:
+    with pytest.raises(ValueError, match="form 'star': use ring or collective"):
+        Plan(2, "star")  # type: ignore[arg-type]
+
+
+def linear_times(rows: int, product: float, transfer: float) -> Times:
+    """No cost but that of the rows: seconds of all of a rank's."""
+    sizes = {-(-rows // chunks) for chunks in range(1, rows + 1)}
+    per_row = transfer / rows
+    return Times(
+        rows,
+        {size: product * size / rows for size in sizes},
+        {"ring": (per_row, transfer), "collective": (per_row, transfer)},
+    )
+
+
+CHUNKS = st.sampled_from([1, 2, 3, 4, 6, 12, 24])
+SECONDS = st.floats(1e-3, 1e3)
+
+
+@given(CHUNKS, SECONDS, SECONDS)
+def test_two_ranks_of_a_ring_wait_for_a_piece_at_most(
+    chunks: int, product: float, transfer: float
+) -> None:
+    times = linear_times(24, product, transfer)
+    plan = Plan(chunks)
+    # the own rows take `product`, those of the other rank as long
+    last_arrives_then = transfer + product / chunks
+    assert predict("gather", 2, plan, times) == pytest.approx(max(2 * product, last_arrives_then))
+    link_busy, link_waits = product / chunks + transfer, product + transfer / chunks
+    assert predict("reduce_scatter", 2, plan, times) == pytest.approx(
+        max(2 * product, link_busy, link_waits)
+    )
+
+
+@given(CHUNKS, SECONDS, SECONDS, st.integers(2, 8))
+def test_collectives_hide_all_but_a_chunk_of_the_lesser(
+    chunks: int, product: float, transfer: float, ranks: int
+) -> None:
+    times = linear_times(24, product, transfer)
+    plan = Plan(chunks, "collective")
+    whole = ranks * product
+    expected = max(whole, transfer) + min(whole, transfer) / chunks
+    assert predict("reduce_scatter", ranks, plan, times) == pytest.approx(expected)
+    alone = max(product, transfer) + min(product, transfer) / chunks
+    assert predict("all_reduce", ranks, plan, times) == pytest.approx(alone)
+
+
+@given(st.sampled_from(["gather", "reduce_scatter"]), CHUNKS, SECONDS, SECONDS, st.integers(2, 8))
+def test_a_ring_is_never_below_its_bounds(
+    kind: str, chunks: int, product: float, transfer: float, ranks: int
+) -> None:
+    found = predict(kind, ranks, Plan(chunks), linear_times(24, product, transfer))  # type: ignore[arg-type]
+    busy, link = ranks * product, (ranks - 1) * transfer
+    assert max(busy, link) <= found * (1 + 1e-9)
+    assert found <= (busy + link) * (1 + 1e-9)
+
+
+def test_a_transfer_between_one_row_and_all_is_linear() -> None:
+    times = Times(11, {}, {"ring": (1.0, 2.0)})
+    assert [times.transfer("ring", rows) for rows in (1, 6, 11)] == [1.0, 1.5, 2.0]
+    assert Times(1, {}, {"ring": (1.0, 1.0)}).transfer("ring", 1) == 1.0
+
+
+def test_one_chunk_is_none_and_more_are_for_every_product() -> None:
+    x, w = torch.ones(4, 3), torch.ones(3, 2)
+    group: torch.distributed.ProcessGroup = None  # type: ignore[assignment]  # not asked
+    assert Overlap(1).plan("gather", x, w, group) is None
+    assert Overlap(3, "collective").plan("all_reduce", x, w, group) == Plan(3, "collective")
+
+
+def test_layers_ask_nobody_unless_it_is_switched_on() -> None:
+    assert current() is None
+    overlap = Overlap(2)
+    off = switch_on(overlap)
+    assert current() is overlap
+    off()
+    assert current() is None
