@@ -160,13 +160,14 @@ def products(quick: bool) -> dict[str, Any]:
 
 def layers(quick: bool) -> dict[str, Any]:
     made = Layers(quick)
-    rounds = 2 if quick else 7
+    rounds = 2 if quick else 5
     directions, chose = {}, {}
     for direction, (product, collective, serial, layer) in made.directions().items():
         auto = Overlap()
         sides = {PRODUCTS: product, COLLECTIVES: collective, SERIAL: serial, STOCK: layer(None)}
         sides[AUTO] = layer(auto)
-        for form, number in itertools.product(FORMS, NUMBERS[1:2] if quick else NUMBERS):
+        numbers = NUMBERS[1:2] if quick else NUMBERS
+        for form, number in [*itertools.product(FORMS[:1], numbers), (FORMS[1], NUMBERS[1])]:
             sides[f"accel, {form} of {number}"] = layer(Overlap(number, form))
         directions[direction] = in_turn(sides, rounds)
         chose[direction] = told(auto)
@@ -244,7 +245,7 @@ def gpt_products(quick: bool) -> dict[str, Any]:
 
 
 def gpt(quick: bool) -> dict[str, Any]:
-    shape, rounds = Gpt(quick), 2 if quick else 7
+    shape, rounds = Gpt(quick), 2 if quick else 5
     model = shape.model()
     tokens = torch.randint(512, (1, shape.length + 1), generator=torch.Generator().manual_seed(3))
     positions = torch.arange(shape.length)[None]
