@@ -24,6 +24,7 @@ from accel.parallel.collectives import gather_rows, reduce_scatter_rows
 from accel.parallel.linear import Layout, parallel_linear
 from accel.parallel.overlap import Overlap
 from accel.parallel.overlapped_linear import FORMS
+from benchmarks._tp_overlap_trace import recorded
 from benchmarks.lab.limited import limit
 from benchmarks.tp_overlap import AUTO, COLLECTIVES, NUMBERS, PRODUCTS, RANKS, SERIAL, STOCK
 
@@ -175,6 +176,29 @@ def layers(quick: bool) -> dict[str, Any]:
     return {"directions": directions, "auto": chose, "rounds": rounds, "shape": shape}
 
 
+def trace(quick: bool) -> dict[str, Any]:
+    """Events of every rank: a column and a row layer, forward and backward, Megatron's way and ours."""
+    made = Layers(quick)
+    leaves = [t.clone().requires_grad_() for t in (made.x, made.column, made.row)]
+    layouts = [Layout(mode, group(), sequence_parallel=True) for mode in ("column", "row")]
+
+    def step() -> None:
+        x, column, row = leaves
+        y = parallel_linear(x, column, None, layouts[0])
+        torch.autograd.backward([parallel_linear(y, row, None, layouts[1])], [made.x])
+
+    ours = f"accel, ring of {NUMBERS[1]}"
+    sides = {}
+    for side, chosen in {STOCK: None, ours: Overlap(NUMBERS[1])}.items():
+        call = asking(chosen, step)
+        call()
+        every: list[Any] = [None] * RANKS
+        dist.all_gather_object(every, recorded(call))
+        sides[side] = every
+    shape = f"{RANKS} x {made.rows} rows, {made.k} to {made.n} and back, fp32"
+    return {"sides": sides, "shape": shape}
+
+
 def told(auto: Overlap) -> str:
     """The plans that it found, in the order in which they were asked for."""
     plans = [
@@ -310,7 +334,13 @@ def enabled(options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def main() -> int:
-    whats = {"products": products, "layers": layers, "gpt-products": gpt_products, "gpt": gpt}
+    whats = {
+        "products": products,
+        "layers": layers,
+        "gpt-products": gpt_products,
+        "gpt": gpt,
+        "trace": trace,
+    }
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=whats)
     parser.add_argument("--quick", action="store_true")

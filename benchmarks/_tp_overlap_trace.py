@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["recorded"]
@@ -75,7 +74,7 @@ def _transfers(events: list[Event]) -> Iterator[None]:
         yield
 
 
-def recorded(call: Callable[[], Tensor]) -> list[Event]:
+def recorded(call: Callable[[], object]) -> list[Event]:
     """What happens in this rank, in seconds from where both begin."""
     events: list[Event] = []
     dist.barrier()

@@ -17,7 +17,8 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +146,26 @@ def gpt_rows(link: Link, quick: bool) -> list[dict]:
     ]
 
 
-def rows(quick: bool) -> list[dict]:
+@contextmanager
+def two_hosts() -> Iterator[Link]:
     why = network.reason()
     if why is not None:
-        link = Link(None, why)
-        return layer_rows(link, quick) + gpt_rows(link, quick)
+        yield Link(None, why)
+        return
     with network.hosts(RANKS) as hosts:
-        link = Link(hosts, None)
+        yield Link(hosts, None)
+
+
+def trace(quick: bool = False) -> dict[str, Any]:
+    """When two layers compute and communicate, where a transfer takes as long as a forward's products."""
+    with two_hosts() as link:
+        alone, _ = link.run("products", quick)
+        found, kind = link.run("trace", quick, alone["num_bytes"] / alone["seconds"])
+    return {**found, "link": kind}
+
+
+def rows(quick: bool) -> list[dict]:
+    with two_hosts() as link:
         return layer_rows(link, quick) + gpt_rows(link, quick)
 
 

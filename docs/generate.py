@@ -1,4 +1,5 @@
-"""Writes docs/features/*.md, docs/benchmarks.md and docs/schedules.md from what they are about.
+"""Writes docs/features/*.md, docs/benchmarks.md, docs/schedules.md and docs/tp_overlap.md from what they
+are about.
 
     python docs/generate.py [--check]
 
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import overlap
 import schedules
 
 from accel.cli.features import describe
@@ -30,6 +32,7 @@ def pages() -> dict[Path, str]:
     made = {DOCS / "features" / f"{feature.name}.md": feature_page(feature) for feature in FEATURES}
     made[DOCS / "features" / "README.md"] = overview()
     made[DOCS / "benchmarks.md"] = benchmarks_page()
+    made |= overlap.pages(DOCS, GENERATED)
     return made | schedules.pages(DOCS, GENERATED, table)
 
 
