@@ -177,7 +177,8 @@ def layers(quick: bool) -> dict[str, Any]:
 
 
 def trace(quick: bool) -> dict[str, Any]:
-    """Events of every rank: a column and a row layer, forward and backward, Megatron's way and ours."""
+    """Events of every rank: a column and a row layer, forward and backward, Megatron's way and ours; the step
+    that took the median time."""
     made = Layers(quick)
     leaves = [t.clone().requires_grad_() for t in (made.x, made.column, made.row)]
     layouts = [Layout(mode, group(), sequence_parallel=True) for mode in ("column", "row")]
@@ -192,9 +193,13 @@ def trace(quick: bool) -> dict[str, Any]:
     for side, chosen in {STOCK: None, ours: Overlap(NUMBERS[1])}.items():
         call = asking(chosen, step)
         call()
-        every: list[Any] = [None] * RANKS
-        dist.all_gather_object(every, recorded(call))
-        sides[side] = every
+        found = []
+        for _ in range(1 if quick else 7):
+            every: list[Any] = [None] * RANKS
+            dist.all_gather_object(every, recorded(call))
+            found.append(every)
+        found.sort(key=lambda ranks: max(end for events in ranks for _, _, end in events))
+        sides[side] = found[len(found) // 2]
     shape = f"{RANKS} x {made.rows} rows, {made.k} to {made.n} and back, fp32"
     return {"sides": sides, "shape": shape}
 
