@@ -10,7 +10,8 @@ GPT      The forward and backward pass of a real GPT of Megatron's, TP 2 with se
          compared with Megatron's first.
 
 The link is of the lab (benchmarks/lab): network namespaces with a shaped interface, and without these a
-wrapper that counts the time, which the method of each row says. Medians; nothing else may run on the machine.
+wrapper that counts the time, which the method of each row says. Medians; one allocator for all sides, which
+keeps freed pages; nothing else may run on the machine.
 """
 
 import argparse
@@ -58,7 +59,8 @@ class Link:
         elif payload is not None:
             command.append(f"--limit={payload}")
             kind = f"{Limit.kind} of {payload / 1e6:.1f} MB/s ({self._why})"
-        outputs = launch.run(self._hosts, command, RANKS, 900, {"PYTHONPATH": str(CHECKOUT)})
+        environment = {"PYTHONPATH": str(CHECKOUT), **bench.MALLOC_REUSE}
+        outputs = launch.run(self._hosts, command, RANKS, 900, environment)
         return json.loads(outputs[0].splitlines()[-1]), kind
 
 
