@@ -9,7 +9,6 @@ import json
 import logging
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -24,37 +23,13 @@ from accel.parallel.collectives import gather_rows, reduce_scatter_rows
 from accel.parallel.linear import Layout, parallel_linear
 from accel.parallel.overlap import Overlap
 from accel.parallel.overlapped_linear import FORMS
+from benchmarks._ranks import Call, group, in_turn, timed
 from benchmarks._tp_overlap_trace import recorded
 from benchmarks.lab.limited import limit
 from benchmarks.tp_overlap import AUTO, COLLECTIVES, NUMBERS, PRODUCTS, RANKS, SERIAL, STOCK
 
-Call = Callable[[], object]
 Layer = Callable[[Overlap | None], Call]
 """A pass of a layer, overlapping so or not at all."""
-
-
-def group() -> dist.ProcessGroup:
-    found = dist.group.WORLD
-    assert found is not None
-    return found
-
-
-def timed(call: Call) -> float:
-    """Seconds of the slowest rank; all begin together."""
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
-
-
-def in_turn(sides: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    for turn in range(rounds + 1):  # the first warms up, connects and measures
-        for side, call in sides.items():
-            seconds[side] += [timed(call)] * (turn > 0)
-    return seconds
 
 
 class Layers:

@@ -15,23 +15,17 @@ keeps freed pages; nothing else may run on the machine.
 """
 
 import argparse
-import json
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from accel.testing import bench
 from accel.testing.bench import OURS, row
-from benchmarks.lab import launch, network
-from benchmarks.lab.limited import Limit
+from benchmarks.lab.link import Link, hosts_of
 
 NAME = "tp_overlap"
-CHECKOUT = Path(__file__).parents[1]
-PAYLOAD = 0.956
-"""Of the link's rate, what is not the frames' heads."""
+PROGRAM = "benchmarks._tp_overlap_ranks"
 RATIOS = (0.25, 0.5, 1.0, 2.0)
 HIDDEN, FASTER = 0.8, 1.25
 RANKS = 2
@@ -39,29 +33,6 @@ STOCK, SERIAL = "Megatron", "one after the other"
 PRODUCTS, COLLECTIVES = "products alone", "collectives alone"
 AUTO = "accel, auto"
 NUMBERS = (2, 4, 8, 16)
-
-
-class Link:
-    """Two hosts whose link takes a new rate for each launch; without them, the wrapper."""
-
-    def __init__(self, hosts: Any, why: str | None) -> None:
-        self._hosts, self._why = hosts, why
-
-    def run(
-        self, what: str, quick: bool, payload: float | None = None
-    ) -> tuple[dict[str, Any], str]:
-        """What rank 0 found, and the link; `payload`: bytes of messages per second, None for full speed."""
-        command = ["-m", "benchmarks._tp_overlap_ranks", what, *["--quick"] * quick]
-        kind = "full speed"
-        if payload is not None and self._hosts is not None:
-            self._hosts.shape(payload / PAYLOAD)
-            kind = f"{self._hosts.kind} of {payload / PAYLOAD / 1e6:.1f} MB/s"
-        elif payload is not None:
-            command.append(f"--limit={payload}")
-            kind = f"{Limit.kind} of {payload / 1e6:.1f} MB/s ({self._why})"
-        environment = {"PYTHONPATH": str(CHECKOUT), **bench.MALLOC_REUSE}
-        outputs = launch.run(self._hosts, command, RANKS, 900, environment)
-        return json.loads(outputs[0].splitlines()[-1]), kind
 
 
 def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
@@ -74,11 +45,11 @@ def quickest(took: Mapping[str, float]) -> str:
 
 
 def layer_rows(link: Link, quick: bool) -> list[dict]:
-    alone, _ = link.run("products", quick)
+    alone, _ = link.run(["products"], quick)
     rows = []
     for ratio in RATIOS[2:3] if quick else RATIOS:
         payload = alone["num_bytes"] / (ratio * alone["seconds"])
-        found, kind = link.run("layers", quick, payload)
+        found, kind = link.run(["layers"], quick, payload)
         for direction, seconds in found["directions"].items():
             name = f"{direction}, transfers take {ratio:g} of the products"
             took = medians(seconds)
@@ -110,8 +81,8 @@ def layer_rows(link: Link, quick: bool) -> list[dict]:
 
 
 def gpt_rows(link: Link, quick: bool) -> list[dict]:
-    alone, _ = link.run("gpt-products", quick)
-    found, kind = link.run("gpt", quick, alone["num_bytes"] / alone["seconds"])
+    alone, _ = link.run(["gpt-products"], quick)
+    found, kind = link.run(["gpt"], quick, alone["num_bytes"] / alone["seconds"])
     name = f"{found['shape']}, transfers take 1 of the products"
     took = medians(found["seconds"])
     best = quickest(took)
@@ -148,26 +119,16 @@ def gpt_rows(link: Link, quick: bool) -> list[dict]:
     ]
 
 
-@contextmanager
-def two_hosts() -> Iterator[Link]:
-    why = network.reason()
-    if why is not None:
-        yield Link(None, why)
-        return
-    with network.hosts(RANKS) as hosts:
-        yield Link(hosts, None)
-
-
 def trace(quick: bool = False) -> dict[str, Any]:
     """When two layers compute and communicate, where a transfer takes as long as a forward's products."""
-    with two_hosts() as link:
-        alone, _ = link.run("products", quick)
-        found, kind = link.run("trace", quick, alone["num_bytes"] / alone["seconds"])
+    with hosts_of(PROGRAM, RANKS) as link:
+        alone, _ = link.run(["products"], quick)
+        found, kind = link.run(["trace"], quick, alone["num_bytes"] / alone["seconds"])
     return {**found, "link": kind}
 
 
 def rows(quick: bool) -> list[dict]:
-    with two_hosts() as link:
+    with hosts_of(PROGRAM, RANKS) as link:
         return layer_rows(link, quick) + gpt_rows(link, quick)
 
 

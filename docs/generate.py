@@ -1,5 +1,5 @@
-"""Writes docs/features/*.md, docs/benchmarks.md, docs/schedules.md and docs/tp_overlap.md from what they
-are about.
+"""Writes docs/features/*.md, docs/benchmarks.md and the pages about schedules, overlap and context
+parallelism from what they are about.
 
     python docs/generate.py [--check]
 
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import attention_map
 import overlap
 import schedules
 
@@ -32,7 +33,7 @@ def pages() -> dict[Path, str]:
     made = {DOCS / "features" / f"{feature.name}.md": feature_page(feature) for feature in FEATURES}
     made[DOCS / "features" / "README.md"] = overview()
     made[DOCS / "benchmarks.md"] = benchmarks_page()
-    made |= overlap.pages(DOCS, GENERATED)
+    made |= overlap.pages(DOCS, GENERATED) | attention_map.pages(DOCS, GENERATED)
     return made | schedules.pages(DOCS, GENERATED, table)
 
 

@@ -35,7 +35,7 @@ everything = [p for f in FEATURES for p in f.patches] + list(command_line.HOOKS)
 for module in {p.target.partition(":")[0] for p in everything}:
     importlib.import_module(module)  # now: not while one patch alone is in place
 for patch in everything:
-    row = rows["patches"][patch.target] = {"problem": None, "missing": False}
+    row = rows["patches"][patch.target + " " + patch.replacement] = {"problem": None, "missing": False}
     try:
         try:
             before = patching.resolve(patch.target)[2] if patch.how != "provide" else None
@@ -61,6 +61,11 @@ print("\\n" + json.dumps(rows))
 """
 
 
+def key(patch: Any) -> str:
+    """Two features may wrap the same target."""
+    return f"{patch.target} {patch.replacement}"
+
+
 @lru_cache
 def probe(version: str) -> dict[str, Any]:
     """Apply and undo every patch in a process of its own, on one Megatron version."""
@@ -84,10 +89,10 @@ def probe(version: str) -> dict[str, Any]:
 @pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.target.rpartition(".")[2])
 def test_patch_fits_rebinds_everything_and_is_undone(patch: Patch, version: str) -> None:
-    row = probe(version)["patches"][patch.target]
+    row = probe(version)["patches"][key(patch)]
     assert row["problem"] is None
     if row["missing"]:
-        there = [v for v in SUPPORTED_MEGATRON if not probe(v)["patches"][patch.target]["missing"]]
+        there = [v for v in SUPPORTED_MEGATRON if not probe(v)["patches"][key(patch)]["missing"]]
         assert there, "an optional target exists in some version"
         return
     assert row["bindings"] >= 1

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel.layers.base import ExtraState, refuse_options
 from accel.ops import attention_ref
 from accel.ops._dispatch import log_fallback
-from accel.parallel.context import ContextGroups, context_attention
+from accel.parallel.context import Attention, ContextGroups, context_attention, ring_settings
 
 __all__ = ["DotProductAttention", "draw_seed", "mask_kind", "packed_starts"]
 
@@ -41,9 +41,6 @@ MASK_TYPES = (
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 HIDDEN = -10000.0
 """The score of a hidden key, as in Megatron and Transformer Engine."""
-
-_PARTS_APART = 0x2545F4914F6CDD1D
-"""Between the seeds of parts of one attention that drop keys independently."""
 
 _ROWS_AT_ONCE = 256
 """A mask is compared in slices of so many queries, so that no second mask is made."""
@@ -323,21 +320,27 @@ class DotProductAttention(ExtraState):
                 "attends to itself"
             )
         assert self.context_groups is not None
-        groups = self.context_groups
-        return context_attention(self._fused, q, k, v, groups, starts=cu_seqlens_q, **how)
-
-    def _fused(
-        self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any], *, part: int = 0
-    ) -> Tensor:
-        dropout: dict[str, Any] = {}
-        if self.training and self.attention_dropout > 0:
-            with self._random_stream():
-                apart = (part * _PARTS_APART + 2**63) % 2**64 - 2**63  # as int64 wraps around
-                seed = draw_seed(q.device) + apart
-                dropout = {"dropout": self.attention_dropout, "seed": seed}
-        compute = attention_ref if attention is None else attention
-        out, _ = compute(q, k, v, softmax_scale=self.softmax_scale, **how, **dropout)
+        whole = Attention(
+            self.softmax_scale, kernel=attention is not None, **self._dropout(q.device)
+        )
+        ring = ring_settings().of_layer(self.layer_number)
+        out = context_attention(
+            whole, q, k, v, self.context_groups, starts=cu_seqlens_q, ring=ring, **how
+        )
         return out.flatten(-2)
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
+        compute = attention_ref if attention is None else attention
+        out, _ = compute(
+            q, k, v, softmax_scale=self.softmax_scale, **how, **self._dropout(q.device)
+        )
+        return out.flatten(-2)
+
+    def _dropout(self, device: torch.device) -> dict[str, Any]:
+        if not self.training or self.attention_dropout == 0:
+            return {}
+        with self._random_stream():
+            return {"dropout": self.attention_dropout, "seed": draw_seed(device)}
 
     def _plain(
         self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, bias: Tensor | None

@@ -22,7 +22,8 @@ Mask        Query i sees key j if -left <= j - (i + K - Q) <= right: the last qu
 Dtypes      q, k, v, out and gradients: one of float32, bfloat16, float16. Scores, softmax and sums
             are fp32; p and ds are rounded to bf16 to be multiplied where the inputs are bf16.
 Dropout     z depends on seed, sequence (in the batch or pack), head, query and key alone:
-            `dropout_mask_ref`. Backward draws it again.
+            `dropout_mask_ref`. Backward draws it again. For a part of a larger attention the seed has the
+            places of its first sequence, head, query and key beside it: the part drops what the whole would.
 Saved       q, k, v, out and lse (4 B H Q bytes).
 FLOPs       forward 4 B H Q K D, backward 10 B H Q K D; half of each if causal.
 Order       dk and dv are summed in one order: the number of threads changes no bit.
@@ -38,9 +39,22 @@ from torch import Tensor
 
 from accel.ops._dispatch import log_fallback, missing_kernel
 
-__all__ = ["attention", "attention_ref", "dropout_mask_ref", "unsupported_reason"]
+__all__ = [
+    "SEED_AND_PLACES",
+    "attention",
+    "attention_gradients",
+    "attention_gradients_ref",
+    "attention_ref",
+    "dropout_mask_ref",
+    "unsupported_reason",
+]
 
 NO_LIMIT = -1
+SEED_AND_PLACES = 5
+"""Numbers of a seed that says where its part of a larger attention begins: the seed, then the first sequence,
+head, query and key."""
+QUERIES_DRAWN = 64
+"""The place of the first query is a multiple of it: random bits come for so many queries at once."""
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -52,20 +66,24 @@ def dropout_mask_ref(
     Philox4x32-10 (Salmon et al. 2011) under the two halves of `seed` (one int64). Counter
     (key, 16 (query // 64) + query % 16, head, sequence) gives 4 words of 32 bits; word w belongs to
     the query with (query // 16) % 4 = w. An element whose word is below dropout * 2^32 (at most
-    2^32 - 1) is dropped.
+    2^32 - 1) is dropped. Numbers after the seed are the places of the first sequence, head, query and key,
+    for all sequences or `[sequences, SEED_AND_PLACES]` for each.
 
     Returns:
         `[num_heads, num_queries, num_keys]` fp32.
     """
     low = 0xFFFFFFFF
-    query = torch.arange(num_queries, device=seed.device)[:, None]
+    of_sequence = seed[sequence] if seed.ndim == 2 else seed.reshape(-1)
+    places = seed.new_zeros(SEED_AND_PLACES)
+    places[: of_sequence.numel()] = of_sequence
+    query = torch.arange(num_queries, device=seed.device)[:, None] + places[3]
     words = torch.broadcast_tensors(
-        torch.arange(num_keys, device=seed.device),
+        torch.arange(num_keys, device=seed.device) + places[4],
         query // 64 * 16 + query % 16,
-        torch.arange(num_heads, device=seed.device)[:, None, None],
-        torch.tensor(sequence, device=seed.device),
+        torch.arange(num_heads, device=seed.device)[:, None, None] + places[2],
+        sequence + places[1],
     )
-    keys = [seed.reshape(()) & low, seed.reshape(()) >> 32 & low]
+    keys = [places[0] & low, places[0] >> 32 & low]
     for _ in range(10):
         first, second = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57
         words = (
@@ -138,14 +156,7 @@ def _one_sequence(
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1).transpose(0, 1) for t in (k, v))
     scores = q.transpose(0, 1) @ k.transpose(1, 2) * scale
-    distance = torch.arange(scores.shape[2], device=q.device) - (
-        torch.arange(scores.shape[1], device=q.device)[:, None] + scores.shape[2] - scores.shape[1]
-    )
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if left != NO_LIMIT:
-        hidden |= distance < -left
-    if right != NO_LIMIT:
-        hidden |= distance > right
+    hidden = _hidden(scores.shape[1], scores.shape[2], left, right, q.device)
     scores = scores.masked_fill(hidden, -torch.inf)
     blind = hidden.all(dim=1, keepdim=True)  # sees no key: softmax would be NaN
     probs = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
@@ -153,6 +164,19 @@ def _one_sequence(
         probs = probs * keep.to(probs.dtype)
     wide = scores.detach() if q.dtype == torch.float64 else scores.detach().float()
     return (probs @ v).transpose(0, 1), torch.logsumexp(wide, dim=-1)
+
+
+def _hidden(num_queries: int, num_keys: int, left: int, right: int, device: torch.device) -> Tensor:
+    """[queries, keys]: what a query may not see."""
+    distance = torch.arange(num_keys, device=device) - (
+        torch.arange(num_queries, device=device)[:, None] + num_keys - num_queries
+    )
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if left != NO_LIMIT:
+        hidden |= distance < -left
+    if right != NO_LIMIT:
+        hidden |= distance > right
+    return hidden
 
 
 def _limits(causal: bool, window: tuple[int, int] | None) -> tuple[int, int]:
@@ -246,7 +270,9 @@ def attention(
         cu_seqlens_q, cu_seqlens_k: `[sequences + 1]` int32 or int64, where each sequence of a pack
             starts, from 0, and where the last one ends. Tokens after it get 0.
         dropout: the probability, 0 <= dropout < 1, that a key is dropped from a query.
-        seed: one int64, what decides which; needed with dropout.
+        seed: one int64, what decides which; needed with dropout. Or `[SEED_AND_PLACES]` int64, or
+            `[sequences, SEED_AND_PLACES]`: then come the places of the first sequence, head, query (a
+            multiple of 64) and key in a larger attention, of which this is a part and drops the same.
 
     Returns:
         out: `[Q, B, H, E]` (`[T, H, E]`), dtype of q, contiguous.
@@ -315,5 +341,139 @@ def _check(
         raise ValueError(f"attention: window must be (left, right), each >= -1, got {window}")
     if not 0 <= dropout < 1:
         raise ValueError(f"attention: dropout must be in [0, 1), got {dropout}")
-    if dropout and (seed is None or seed.dtype != torch.int64 or seed.numel() != 1):
-        raise ValueError(f"attention: dropout needs a seed, one int64, got {seed}")
+    if dropout and (
+        seed is None
+        or seed.dtype != torch.int64
+        or (seed.numel() != 1 and seed.shape[-1:] != (SEED_AND_PLACES,))
+    ):
+        raise ValueError(
+            f"attention: dropout needs a seed, one int64 or {SEED_AND_PLACES}, got {seed}"
+        )
+
+
+def attention_gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v where these keys may be a part of those that the queries see.
+
+    The parts' gradients add up to the whole attention's if `out` and `lse` are the whole's.
+
+    Args:
+        dout, out: `[Q, B, H, E]`, dtype of q. The others: as for :func:`attention`.
+        lse: `[B, H, Q]` fp32.
+
+    Returns:
+        dq, dk, dv: shapes and dtype of q, k and v.
+    """
+    _check(q, k, v, window, cu_seqlens_q, cu_seqlens_k, dropout, seed)
+    scale = _scale(q, softmax_scale)
+    left, right = _limits(causal, window)
+    if unsupported_reason(q, scale):
+        return attention_gradients_ref(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            softmax_scale=scale,
+            causal=causal,
+            window=window,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            dropout=dropout,
+            seed=seed,
+        )
+    return _backward(
+        dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seed, scale, left, right, dropout
+    )
+
+
+def attention_gradients_ref(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_gradients` with tensors of queries x keys, in fp32 (fp64 for fp64), on any device."""
+    dq, dk, dv = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
+    scale = _scale(q, softmax_scale)
+    left, right = _limits(causal, window)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        places: list[tuple[Any, Any]] = [((slice(None), b),) * 2 for b in range(q.shape[1])]
+    else:
+        cu_q, cu_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        places = [
+            (slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])) for i in range(len(cu_q) - 1)
+        ]
+    for i, (at_q, at_k) in enumerate(places):
+        packed = cu_seqlens_q is not None
+        num_queries, num_keys = q[at_q].shape[0], k[at_k].shape[0]
+        keep = None
+        if dropout and seed is not None:
+            keep = dropout_mask_ref(seed, dropout, i, q.shape[-2], num_queries, num_keys)
+        grads = _gradients_of_one_sequence(
+            *(dout[at_q], q[at_q], k[at_k], v[at_k], out[at_q]),
+            lse[:, at_q] if packed else lse[i],
+            *(scale, left, right, keep),
+        )
+        for whole, at, part in zip((dq, dk, dv), (at_q, at_k, at_k), grads, strict=True):
+            whole[at] = part.to(whole.dtype)
+    return dq, dk, dv
+
+
+def _gradients_of_one_sequence(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    left: int,
+    right: int,
+    keep: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[Q, H, E], [Q, H, D], [K, G, D], [K, G, E], [Q, H, E], [H, Q]; all at least fp32 inside."""
+    heads, groups = q.shape[1], k.shape[1]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q, dout, out = (t.to(dtype).transpose(0, 1) for t in (q, dout, out))
+    k, v = (t.to(dtype).repeat_interleave(heads // groups, dim=1).transpose(0, 1) for t in (k, v))
+    hidden = _hidden(q.shape[1], k.shape[1], left, right, q.device)
+    seen = torch.isfinite(lse).unsqueeze(-1) & ~hidden
+    scores = q @ k.transpose(1, 2) * scale - lse.to(dtype).unsqueeze(-1)
+    probs = torch.where(seen, scores, -torch.inf).exp()
+    dropped = probs if keep is None else probs * keep
+    dprobs = dout @ v.transpose(1, 2)
+    if keep is not None:
+        dprobs = dprobs * keep
+    dscores = probs * (dprobs - (dout * out).sum(-1, keepdim=True)) * scale
+    dq = (dscores @ k).transpose(0, 1)
+    dk, dv = (
+        (of_heads.transpose(1, 2) @ rows).transpose(0, 1).unflatten(1, (groups, -1)).sum(2)
+        for of_heads, rows in ((dscores, q), (dropped, dout))
+    )
+    return dq, dk, dv

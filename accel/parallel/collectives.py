@@ -1,4 +1,5 @@
-"""Collectives over the first dimension of a tensor, each with the work that is still to be waited for."""
+"""Collectives over the first dimension of a tensor, and transfers from rank to rank, each with the work that
+is still to be waited for."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["gather_rows", "reduce_scatter_rows"]
+__all__ = ["Transfer", "gather_rows", "reduce_scatter_rows"]
 
 
 def gather_rows(
@@ -26,3 +27,44 @@ def reduce_scatter_rows(
     x = x.contiguous()
     out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     return out, dist.reduce_scatter_tensor(out, x, group=group, async_op=async_op)
+
+
+class Transfer:
+    """A tensor to one rank of a group, one from another: the next and the one before, unless they are given.
+
+    Args:
+        outgoing: contiguous; not to be changed before `wait_sent`.
+        into: contiguous; what comes.
+        to, source: ranks of the group.
+    """
+
+    def __init__(
+        self,
+        outgoing: Tensor,
+        into: Tensor,
+        group: dist.ProcessGroup,
+        to: int | None = None,
+        source: int | None = None,
+    ) -> None:
+        ranks, me = group.size(), group.rank()
+        to = (me + 1) % ranks if to is None else to
+        source = (me - 1) % ranks if source is None else source
+        self._into = into
+        self._works: list[Any] = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, outgoing, group=group, group_peer=to),
+                dist.P2POp(dist.irecv, into, group=group, group_peer=source),
+            ]
+        )
+
+    def wait_received(self) -> None:
+        self._works[-1].wait()
+
+    def wait_sent(self) -> None:
+        """After it was received: the backend has one work for both, or one for each."""
+        for sent in self._works[:-1]:
+            sent.wait()
+
+    def received(self) -> Tensor:
+        self.wait_received()
+        return self._into

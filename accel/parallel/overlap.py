@@ -25,12 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel.parallel.collectives import gather_rows, reduce_scatter_rows
+from accel.parallel.collectives import Transfer, gather_rows, reduce_scatter_rows
 from accel.parallel.overlapped_linear import (
     FORMS,
     Form,
     Plan,
-    Transfer,
     cut,
     gather_matmul,
     matmul_all_reduce,

@@ -23,17 +23,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel.parallel.collectives import Transfer
+
 __all__ = [
     "FORMS",
     "Form",
     "Plan",
-    "Transfer",
     "cut",
     "gather_matmul",
     "matmul_all_reduce",
@@ -211,29 +212,3 @@ def matmul_all_reduce(x: Tensor, w: Tensor, group: dist.ProcessGroup, plan: Plan
     for work in works:
         work.wait()
     return y
-
-
-class Transfer:
-    """A tensor to the next rank of the group, one from the rank before."""
-
-    def __init__(self, outgoing: Tensor, into: Tensor, group: dist.ProcessGroup) -> None:
-        ranks, me = group.size(), group.rank()
-        self._into = into
-        self._works: list[Any] = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, outgoing, group=group, group_peer=(me + 1) % ranks),
-                dist.P2POp(dist.irecv, into, group=group, group_peer=(me - 1) % ranks),
-            ]
-        )
-
-    def wait_received(self) -> None:
-        self._works[-1].wait()
-
-    def wait_sent(self) -> None:
-        """After it was received: the backend has one work for both, or one for each."""
-        for sent in self._works[:-1]:
-            sent.wait()
-
-    def received(self) -> Tensor:
-        self.wait_received()
-        return self._into

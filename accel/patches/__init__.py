@@ -7,6 +7,7 @@ from accel.feature import Feature
 from accel.patches import (
     activation_offloading,
     adam_resume,
+    context_parallel,
     cpu_initialization,
     dataset_helpers,
     fused_activation,
@@ -77,6 +78,7 @@ FEATURES: tuple[Feature, ...] = (
     fused_norm.FEATURE,
     fused_weight_gradient.FEATURE,
     fused_attention.FEATURE,
+    context_parallel.FEATURE,
     fused_cross_entropy.FEATURE,
     linear_cross_entropy.FEATURE,
     fused_adamw.FEATURE,

@@ -39,6 +39,13 @@ ALIASES = {
     "--use-ascend-coc": "--accel-tp-overlap",
     "--use-ascend-mc2": "--accel-tp-overlap",
     "--coc-parallel-num": "--accel-tp-overlap-chunks",
+    "--context-parallel-algo": "--accel-context-parallel-algo",
+    "--ulysses-degree-in-cp": "--accel-context-parallel-ulysses-degree",
+    "--cp-window-size": "--accel-context-parallel-window",
+    "--use-cp-send-recv-overlap": "--accel-context-parallel",
+    "--context-parallel-kv-cache-policy": "--accel-context-parallel-keep",
+    "--context-parallel-cache-interval": "--accel-context-parallel-keep-interval",
+    "--attention-mask-type": "--accel-context-parallel-mask-type",
     "--accel-tp-chunks": "--accel-tp-overlap-chunks",
 }
 """MindSpeed's spelling -> ours, for every MindSpeed feature that accel has; and a short one of our own."""

@@ -25,14 +25,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from accel.feature import Context, Feature
-from accel.layers.attention import draw_seed, mask_kind, packed_starts
+from accel.layers.attention import mask_kind, packed_starts
 from accel.ops import attention
 from accel.ops._dispatch import log_fallback
 from accel.ops.attention import unsupported_reason
+from accel.patches._attention import dropout_of, scale_of
 from accel.patches._kernels import kernel_missing
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
@@ -64,7 +64,7 @@ def forward_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         options, reason = _options(
             self, query, key, attention_mask, attn_mask_type, packed_seq_params
         )
-        scale = _scale(self)
+        scale = scale_of(self)
         reason = reason or _unserved(self, query, scale, attention_bias)
         if reason is not None:
             log_fallback("attention", reason)
@@ -79,19 +79,11 @@ def forward_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 packed_seq_params,
             )
         out, _ = attention(
-            query, key, value, softmax_scale=scale, **options, **_dropout(self, query.device)
+            query, key, value, softmax_scale=scale, **options, **dropout_of(self, query.device)
         )
         return out.flatten(-2)
 
     return forward
-
-
-def _scale(module: Any) -> float:
-    """With query-key layer scaling, upstream divides by the layer's number before the product and
-    multiplies again before the softmax; fp32 scores need neither."""
-    coefficient: float | None = module.scale_mask_softmax.scale
-    scale: float = module.softmax_scale
-    return scale if coefficient is None else scale * coefficient
 
 
 def _unserved(
@@ -142,21 +134,6 @@ def _options(
     if num_queries > num_keys and (causal or window is not None):
         return {}, f"{num_queries} queries, of which some see none of {num_keys} keys"
     return {"causal": causal, "window": limits}, None
-
-
-def _dropout(module: Any, device: torch.device) -> dict[str, Any]:
-    """A seed from the stream that upstream's dropout would draw from, so that recomputation, which
-    restores that stream, drops the same again."""
-    dropout = module.attention_dropout
-    if not dropout.training or dropout.p == 0:
-        return {}
-
-    if module.config.sequence_parallel:
-        return {"dropout": dropout.p, "seed": draw_seed(device)}
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    with get_cuda_rng_tracker().fork():
-        return {"dropout": dropout.p, "seed": draw_seed(device)}
 
 
 def accept_backends(context: Context) -> list[str]:

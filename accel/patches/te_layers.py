@@ -20,8 +20,7 @@ largest attention logit 2.9); 2.14 in the grouped experts, whose operations for
 optimizer of its own are decided. So Megatron itself refuses split attention (2.10), one parameter for all
 experts (2.14) and the dense MLP as a group of one (2.14), which computes in FP8 only.
 
-Context parallelism, for which stock needs Transformer Engine: ``--cp-comm-type p2p`` and ``all_gather``
-gather the keys and values of a layer, ``a2a`` exchanges heads, ``a2a+p2p`` does both; packed sequences too.
+Context parallelism, for which stock needs Transformer Engine, is ``context_parallel``'s, which see.
 The softmax with an offset and the largest logit take a path that stores queries x keys, and a line says so.
 
 FP8, FP4 and userbuffers are not there yet: asking for one is an error that says so. The feature is idle under

@@ -43,7 +43,7 @@ template <typename E>
 constexpr int64_t kPair = 4 / sizeof(E);
 
 // Philox4x32-10 (Salmon et al. 2011). An element is dropped if its 32 random bits are below
-// `threshold`; see `keep_ref` in accel/ops/attention.py for who gets which bits.
+// `threshold`; see `dropout_mask_ref` in accel/ops/attention.py for who gets which bits.
 struct Dropout {
   uint32_t key[2];
   uint32_t threshold;
@@ -459,11 +459,18 @@ struct Range {
   bool empty() const { return begin >= end; }
 };
 
+// Where a part of a larger attention begins, for dropout.
+struct Place {
+  int64_t sequence = 0, head = 0, query = 0, key = 0;
+};
+constexpr int64_t kSeedAndPlace = 5;
+
 struct Sequence {
   int64_t index;  // in the batch, or in the pack
   int64_t batch;  // in the batch; 0 in a pack
   int64_t first_query, first_key;
   int64_t num_queries, num_keys;
+  Place place = {};
 };
 
 // Where the rows of one tensor are, in elements.
@@ -778,7 +785,8 @@ class Forward {
       mask(head, queries, keys, num_keys, scratch.scores);
       if (problem_.dropout) {
         ACCEL_FOR_THIS_CPU(keep_by_query)
-        (*problem_.dropout, index, s.index, queries.begin, head.query_side, keys.begin, num_keys,
+        (*problem_.dropout, index + s.place.head, s.index + s.place.sequence,
+         queries.begin + s.place.query, head.query_side, keys.begin + s.place.key, num_keys,
          scratch.keep, head.key_side);
       }
       auto* softmax = problem_.dropout ? ACCEL_FOR_THIS_CPU(softmax_tile<E, true>)
@@ -1019,7 +1027,8 @@ class Backward {
       mask(head, queries, keys, num_keys, scratch.scores);
       if (problem_.dropout) {
         ACCEL_FOR_THIS_CPU(keep_by_key)
-        (*problem_.dropout, index, s.index, queries.begin, side, keys.begin, num_keys,
+        (*problem_.dropout, index + s.place.head, s.index + s.place.sequence,
+         queries.begin + s.place.query, side, keys.begin + s.place.key, num_keys,
          scratch.keep, side);
       }
       auto* gradient = problem_.dropout ? ACCEL_FOR_THIS_CPU(gradient_tile<E, true>)
@@ -1171,6 +1180,25 @@ uint32_t threshold_of(double dropout) {
   return static_cast<uint32_t>(std::min(threshold, 0x1p32 - 1.0));
 }
 
+// From a seed `[1]`, `[5]` for all sequences, or `[sequences, 5]`.
+void set_places(const Tensor& seed, std::vector<Sequence>& sequences) {
+  if (seed.numel() == 1) return;
+  const bool for_each = seed.dim() == 2;
+  ACCEL_CHECK_VALUE(
+      seed.size(-1) == kSeedAndPlace &&
+          (seed.dim() == 1 || (for_each && seed.size(0) == std::ssize(sequences))),
+      "attention: dropout needs a seed of 1 number, or of ", kSeedAndPlace,
+      " for all or for each of the ", sequences.size(), " sequences, got ", seed.sizes());
+  const int64_t* number = seed.const_data_ptr<int64_t>();
+  for (Sequence& s : sequences) {
+    const int64_t* row = number + (for_each ? s.index * kSeedAndPlace : 0);
+    s.place = {.sequence = row[1], .head = row[2], .query = row[3], .key = row[4]};
+    ACCEL_CHECK_VALUE(
+        s.place.query % 64 == 0,
+        "attention: dropout needs a first query that is a multiple of 64, got ", s.place.query);
+  }
+}
+
 Problem problem_of(
     const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& cu_q,
     const std::optional<Tensor>& cu_k, const std::optional<Tensor>& seed, const Options& options) {
@@ -1198,9 +1226,11 @@ Problem problem_of(
     ACCEL_CHECK_VALUE(
         options.dropout < 1.0, "attention: dropout must be below 1, got ", options.dropout);
     ACCEL_CHECK_VALUE(
-        seed.has_value() && seed->numel() == 1 && seed->scalar_type() == at::kLong,
-        "attention: dropout needs a seed, one int64");
-    const auto key = static_cast<uint64_t>(seed->item<int64_t>());
+        seed.has_value() && seed->scalar_type() == at::kLong,
+        "attention: dropout needs a seed, int64");
+    const Tensor numbers = seed->contiguous();
+    const auto key = static_cast<uint64_t>(*numbers.const_data_ptr<int64_t>());
+    set_places(numbers, problem.sequences);
     problem.dropout = Dropout{
         .key = {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)},
         .threshold = threshold_of(options.dropout),

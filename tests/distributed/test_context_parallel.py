@@ -3,7 +3,7 @@ sharing, packed or not, and bad input."""
 
 from __future__ import annotations
 
-import itertools
+import functools
 from itertools import product
 from typing import Any
 
@@ -15,7 +15,17 @@ from torch import Tensor
 import accel
 from accel.layers.attention import DotProductAttention
 from accel.ops import attention_ref
-from accel.parallel.context import ContextGroups, owners
+from accel.parallel.context import (
+    Attention,
+    ContextGroups,
+    Ring,
+    RingSettings,
+    context_attention,
+    documents_of,
+    owners,
+    ring_settings,
+    switch_on_ring,
+)
 from accel.testing.distributed import under_torchrun
 
 HEADS, WIDTH_QK, WIDTH_V, BATCH = 4, 24, 16, 2
@@ -41,10 +51,10 @@ def groups(comm_type: str) -> Any:
     return [pairs[dist.get_rank() // 2], across[dist.get_rank() % 2]]
 
 
-def whole(dtype: torch.dtype, kv_heads: int, *leading: int) -> list[Tensor]:
+def whole(dtype: torch.dtype, kv_heads: int, *leading: int, heads: int = HEADS) -> list[Tensor]:
     """q, k, v and the gradient of the result, the same on each rank."""
     generator = torch.Generator().manual_seed(3)
-    sizes = ((HEADS, WIDTH_QK), (kv_heads, WIDTH_QK), (kv_heads, WIDTH_V), (HEADS, WIDTH_V))
+    sizes = ((heads, WIDTH_QK), (kv_heads, WIDTH_QK), (kv_heads, WIDTH_V), (heads, WIDTH_V))
     return [torch.randn(*leading, *size, generator=generator).to(dtype) for size in sizes]
 
 
@@ -54,37 +64,72 @@ def on_one_rank(tensors: list[Tensor], dtype: torch.dtype, **mask: Any) -> list[
     return [out, *torch.autograd.grad(out, (q, k, v), tensors[3].to(dtype))]
 
 
-def check(comm_type: str, dtype: torch.dtype, kv_heads: int, mask: dict, packed: bool) -> None:
+def check(
+    comm_type: str,
+    dtype: torch.dtype,
+    kv_heads: int,
+    mask: dict[str, Any],
+    packed: bool,
+    *,
+    heads: int = HEADS,
+    documents: Tensor | None = None,
+    exchange: Any = None,
+    ring: Ring | None = None,
+) -> None:
+    """All of the ranks' `context_attention` against one rank's attention in fp64, and in the same dtype."""
     leading = (TOKENS,) if packed else (TOKENS, BATCH)
-    tensors = whole(dtype, kv_heads, *leading)
-    starts = torch.tensor(STARTS, dtype=torch.int32)
+    tensors = whole(dtype, kv_heads, *leading, heads=heads)
+    starts = torch.tensor(STARTS, dtype=torch.int32) if packed else None
     lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts} if packed else {}
-    exact = on_one_rank(tensors, torch.float64, **mask, **lengths)
-    yardstick = on_one_rank(tensors, dtype, **mask, **lengths)
+    one_rank = functools.partial(in_documents, documents) if documents is not None else on_one_rank
+    exact = one_rank(tensors, torch.float64, **mask, **lengths)
+    yardstick = one_rank(tensors, dtype, **mask, **lengths)
 
-    bounds = starts if packed else torch.tensor([0, TOKENS])
-    own = owners(bounds, TOKENS, dist.get_world_size()) == dist.get_rank()
+    own = mine(starts)
     q, k, v = (t[own].requires_grad_() for t in tensors[:3])
-    layer = DotProductAttention(
-        HEADS,
-        (WIDTH_QK, WIDTH_V),
-        kv_heads,
-        attn_mask_type="causal" if mask["causal"] else "no_mask",
-        window_size=mask.get("window"),
-        qkv_format="thd" if packed else "sbhd",
-        cp_group=groups(comm_type),
-        cp_comm_type=comm_type,
+    shared = ContextGroups.of(exchange or groups(comm_type), comm_type)
+    assert shared is not None
+    first = None
+    if documents is not None:
+        first = documents_of(hidden_by(documents)[:, None, own], shared, causal=True)
+    attention = Attention(WIDTH_QK**-0.5)
+    out = context_attention(
+        attention, q, k, v, shared, starts=starts, documents=first, ring=ring, **mask
     )
-    of_pack = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts} if packed else {}
-    out = layer(q, k, v, None, **of_pack)
-    grads = torch.autograd.grad(out, (q, k, v), tensors[3][own].flatten(-2))
-    results = [out.unflatten(-1, (HEADS, WIDTH_V)), *grads]
+    grads = torch.autograd.grad(out, (q, k, v), tensors[3][own])
     for name, got, true, other in zip(
-        ("out", "dq", "dk", "dv"), results, exact, yardstick, strict=True
+        ("out", "dq", "dk", "dv"), (out, *grads), exact, yardstick, strict=True
     ):
         allowed = 2 * (other[own].double() - true[own]).norm() + 1e-6 * true.norm()
         error = (got.double() - true[own]).norm()
         assert error <= allowed, f"{name}: {error:.3e} > {allowed:.3e}"
+
+
+def mine(starts: Tensor | None, tokens: int = TOKENS) -> Tensor:
+    bounds = torch.tensor([0, tokens]) if starts is None else starts
+    return owners(bounds, tokens, dist.get_world_size()) == dist.get_rank()
+
+
+def hidden_by(first: Tensor) -> Tensor:
+    """`[B, queries, keys]`: what a token does not see, from its first key `[B, tokens]`."""
+    keys = torch.arange(first.shape[1])
+    return (keys < first[:, :, None]) | (keys > keys[:, None])
+
+
+def in_documents(
+    first: Tensor, tensors: list[Tensor], dtype: torch.dtype, **mask: Any
+) -> list[Tensor]:
+    """On one rank: each row of the batch as a pack of its documents."""
+    parts = []
+    for row, keys in enumerate(first):
+        cuts = [*(keys == torch.arange(len(keys))).nonzero().view(-1).tolist(), len(keys)]
+        cu = torch.tensor(cuts)
+        parts.append(
+            on_one_rank(
+                [t[:, row] for t in tensors], dtype, cu_seqlens_q=cu, cu_seqlens_k=cu, **mask
+            )
+        )
+    return [torch.stack(rows, 1) for rows in zip(*parts, strict=True)]
 
 
 CASES = list(product(DTYPES, (1, 2, 4), (False, True)))
@@ -118,34 +163,112 @@ def test_like_one_rank(comm_type: str, mask: dict[str, Any]) -> None:
         check(comm_type, dtype, kv_heads, mask, packed)
 
 
+TWO_RINGS = [
+    Ring(window=window, keep=keep)
+    for window, keep in [(1, "keys"), (1, "keys and values"), (2, "none"), (2, "keys"), (4, "none")]
+]
+
+
 @pytest.mark.distributed(world_size=4)
+@pytest.mark.parametrize("ring", TWO_RINGS, ids=str)
+def test_inner_rings_and_kept_keys(ring: Ring) -> None:
+    for dtype, causal, packed in product(DTYPES, (True, False), (True, False)):
+        check("p2p", dtype, 2, {"causal": causal}, packed, ring=ring)
+
+
+@pytest.mark.distributed(world_size=4)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 3), (6, 2), (6, 1), (5, 1), (9, 3)])
+def test_heads_that_the_ranks_do_not_divide(heads: int, kv_heads: int) -> None:
+    for dtype, causal, packed in product(DTYPES, (True, False), (True, False)):
+        check("a2a", dtype, kv_heads, {"causal": causal}, packed, heads=heads)
+
+
+FIRST_KEYS = torch.tensor([[0] * 5 + [5] * 30 + [35] * 28 + [63], [0] * 64])
+"""Documents that begin anywhere, the last a single token; and a row that is one document."""
+
+
+@pytest.mark.distributed(world_size=4)
+@pytest.mark.parametrize("window", [None, (5, 0)])
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a", "a2a+p2p"])
+def test_documents_that_begin_anywhere(comm_type: str, window: tuple[int, int] | None) -> None:
+    mask = {"causal": True, "window": window}
+    for dtype, kv_heads in product(DTYPES, (1, 4)):
+        check(comm_type, dtype, kv_heads, mask, False, documents=FIRST_KEYS)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_masks_that_hide_nothing_but_later_tokens_are_the_causal_one() -> None:
+    shared = ContextGroups.of(groups("p2p"), "p2p")
+    assert shared is not None
+    own = mine(None)
+    plain = hidden_by(torch.zeros(1, TOKENS, dtype=torch.int64))[:, None, own]
+    assert documents_of(plain, shared, causal=True) is None
+    assert documents_of(torch.zeros_like(plain), shared, causal=False) is None
+    # rank 1 has no row that shows the second document: all ranks know it nevertheless
+    first = torch.tensor([[0] * 50 + [50] * 14])
+    found = documents_of(hidden_by(first)[:, None, own], shared, causal=True)
+    assert found is not None
+    assert torch.equal(found, first)
+    plain[..., -1, 3] = True
+    for causal in (True, False):
+        with pytest.raises(ValueError, match="an attention mask of its own"):
+            documents_of(plain, shared, causal=causal)
+
+
 @pytest.mark.parametrize("causal", [False, True])
-def test_no_two_ranks_drop_the_same_keys(causal: bool) -> None:
-    """With the same seed everywhere, as Megatron's context-parallel ranks have it, and v the identity, the
-    result is the probabilities: which are zero differs between any two ranks."""
-    torch.manual_seed(0)
-    length, ranks = 256, 4
-    q = k = torch.zeros(length // ranks, 1, 1, 8)
-    own = owners(torch.tensor([0, length]), length, ranks) == dist.get_rank()
-    v = torch.eye(length)[own].reshape(length // ranks, 1, 1, length)
-    layer = DotProductAttention(
-        1,
-        (8, length),
-        attention_dropout=0.5,
-        attn_mask_type="causal" if causal else "no_mask",
-        cp_group=dist.group.WORLD,
-    )
-    dropped = (layer(q, k, v, None) == 0).view(-1, length)
-    theirs = torch.empty(length, length, dtype=torch.uint8)
-    dist.all_gather_into_tensor(theirs, dropped.to(torch.uint8).contiguous())
-    # the keys that the first chunk of every rank sees
-    seen = length // (2 * ranks) if causal else length
-    chunks = theirs.view(ranks, -1, length)[:, : length // (2 * ranks), :seen]
-    if causal:  # of rank 0 those below the diagonal
-        chunks = chunks[1:]
-    for first, second in itertools.combinations(chunks, 2):
-        assert 0.4 < (first == second).float().mean() < 0.6
-        assert 0.4 < first.float().mean() < 0.6
+@pytest.mark.parametrize(
+    "comm_type",
+    [
+        pytest.param(name, marks=pytest.mark.distributed(world_size=size), id=f"{name}-{size}")
+        for size in (2, 4)
+        for name in ("p2p", "all_gather", "a2a", *(["a2a+p2p"] if size == 4 else []))
+    ],
+)
+def test_dropout_drops_what_one_rank_would(comm_type: str, causal: bool) -> None:
+    """v is the identity, so that the result is the probabilities."""
+    tokens, seed = 64 * 2 * dist.get_world_size(), torch.tensor(5)
+    tensors = [torch.zeros(tokens, 1, HEADS, 8)] * 2
+    v = torch.eye(tokens)[:, None, None].repeat(1, 1, HEADS, 1)
+    dout = torch.randn(tokens, 1, HEADS, tokens, generator=torch.Generator().manual_seed(1))
+    want = on_one_rank([*tensors, v, dout], torch.float32, causal=causal, dropout=0.3, seed=seed)
+    own = mine(None, tokens)
+    q, k, v = (t[own].requires_grad_() for t in (*tensors, v))
+    shared = ContextGroups.of(groups(comm_type), comm_type)
+    assert shared is not None
+    attention = Attention(8**-0.5, dropout=0.3, seed=seed)
+    out = context_attention(attention, q, k, v, shared, causal=causal)
+    assert torch.equal(out == 0, want[0][own] == 0)
+    grads = torch.autograd.grad(out, (q, k, v), dout[own])
+    for got, expected in zip((out, *grads), want, strict=True):
+        torch.testing.assert_close(got, expected[own], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
+def test_dropout_in_packs(comm_type: str) -> None:
+    starts, seed = torch.tensor([0, 256, 768, 1024]), torch.tensor(-7)
+    generator = torch.Generator().manual_seed(2)
+    tensors = [torch.randn(1024, HEADS, 8, generator=generator) for _ in range(4)]
+    how = {"causal": True, "dropout": 0.5, "seed": seed}
+    want = on_one_rank(tensors, torch.float32, cu_seqlens_q=starts, cu_seqlens_k=starts, **how)
+    own = mine(starts, 1024)
+    q, k, v, dout = (t[own].requires_grad_() for t in tensors)
+    shared = ContextGroups.of(groups(comm_type), comm_type)
+    assert shared is not None
+    attention = Attention(8**-0.5, dropout=0.5, seed=seed)
+    out = context_attention(attention, q, k, v, shared, causal=True, starts=starts)
+    for got, expected in zip((out, *torch.autograd.grad(out, (q, k, v), dout)), want, strict=True):
+        torch.testing.assert_close(got, expected[own], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_layers_of_both_specs_have_the_ring_of_their_number() -> None:
+    undo = switch_on_ring(RingSettings(window=2, keep="keys", interval=1))
+    rings = [ring_settings().of_layer(number) for number in (1, 2, 3, None)]
+    undo()
+    assert [ring.keep for ring in rings] == ["keys", "none", "keys", "keys"]
+    assert {ring.window for ring in rings} == {2}
+    assert ring_settings().of_layer(1) == Ring()
 
 
 @pytest.mark.distributed(world_size=2)
@@ -157,10 +280,18 @@ def test_bad_input_names_sizes_and_a_way_out() -> None:
         x = torch.randn(tokens, 1, heads, 4)
         DotProductAttention(heads, 4, cp_group=world, **options)(x, x, x, None)
 
-    with pytest.raises(ValueError, match=r"sequences of \[10\] tokens.*a multiple of 4"):
+    with pytest.raises(
+        ValueError, match=r"sequences of \[10\] tokens.*a multiple of 4 \(nearest: \[8\]\)"
+    ):
         attend(5)
-    with pytest.raises(ValueError, match=r"3 heads on each rank.*--cp-comm-type p2p"):
-        attend(8, 3, cp_comm_type="a2a")
+    with pytest.raises(ValueError, match=r"1 heads on each rank.*--cp-comm-type p2p"):
+        attend(8, 1, cp_comm_type="a2a")
+    undo = switch_on_ring(RingSettings(window=3))
+    with pytest.raises(ValueError, match=r"window of 3 ranks.*ring of 2; use one of 1, 2"):
+        attend()
+    undo()
+    with pytest.raises(ValueError, match=r"chunks of \[4\] tokens.*a multiple of 256"):
+        attend(attention_dropout=0.1)
     with pytest.raises(ValueError, match=r"cp_comm_type='ring': use one of p2p"):
         attend(cp_comm_type="ring")
     with pytest.raises(ValueError, match="--hierarchical-context-parallel-sizes"):

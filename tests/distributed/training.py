@@ -33,7 +33,26 @@ MOE = """
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
 """.split()
 
-KINDS = {"dense": [], "moe": MOE, "mtp": ["--mtp-num-layers", "1"]}
+LONGER = ["--seq-length", "256", "--max-position-embeddings", "256", "--transformer-impl", "local"]
+
+MLA = """
+    --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8
+    --v-head-dim 16 --kv-channels 16 --rope-type rope --num-query-groups 4
+""".split()
+
+KINDS = {
+    "dense": [],
+    "moe": MOE,
+    "mtp": ["--mtp-num-layers", "1"],
+    "window": ["--window-size", "12,0"],
+    "documents": [*LONGER, "--reset-attention-mask", "--reset-position-ids"],
+    "dropout": [*LONGER, "--attention-dropout", "0.1"],
+    "mla": MLA,
+    "long": """
+        --seq-length 4096 --max-position-embeddings 4096 --num-layers 2 --micro-batch-size 1
+        --global-batch-size 1 --transformer-impl local
+    """.split(),
+}
 
 _LOSS = re.compile(r"iteration\s+(\d+)/.*?lm loss: (\S+) \|")
 
@@ -50,7 +69,7 @@ def train(flags: list[str]) -> str:
     Megatron prints the loss on the last rank; the others return lines without it.
     """
     printed = io.StringIO()
-    argv, sys.argv = sys.argv, [str(SCRIPT), *MODEL, *flags]
+    argv, sys.argv = sys.argv, [str(SCRIPT), *_model(flags), *flags]
     try:
         with contextlib.redirect_stdout(printed):
             runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -92,7 +111,13 @@ def _alone(flags: list[str]) -> str:
     """The script on one rank, in a process of its own."""
     from accel.testing.distributed import launch
 
-    return launch(1, [str(SCRIPT), *MODEL, *flags])
+    return launch(1, [str(SCRIPT), *_model(flags), *flags])
+
+
+def _model(flags: list[str]) -> list[str]:
+    """Megatron takes no groups of queries beside multi-latent attention."""
+    latent = "--multi-latent-attention" in flags
+    return [word for word in MODEL if not (latent and word == "--group-query-attention")]
 
 
 def _forget_megatron() -> None:

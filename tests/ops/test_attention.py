@@ -51,9 +51,9 @@ class TestAttention(OpContract):
     op = staticmethod(finite(attention))
     ref = staticmethod(finite(attention_ref))
     # fp32 computes in the dtype of its result, and a rounding of a score s is s roundings of e^s: where
-    # rows are narrow, scores here are as large as 14. bf16 and fp16: delta is the product with an output
-    # that was rounded.
-    roundings = {torch.float32: 16, torch.bfloat16: 2, torch.float16: 2}
+    # rows are narrow, scores here are as large as 14; a key's gradient adds up as many as 256 terms, whose
+    # random roundings make some 16 more. bf16 and fp16: delta is the product with an output that was rounded.
+    roundings = {torch.float32: 24, torch.bfloat16: 2, torch.float16: 2}
 
     def inputs(self, dtype: torch.dtype, seed: int = 0) -> Inputs:
         """Ragged ends of queries, keys, heads; a causal mask; dropout in one of three."""
@@ -324,7 +324,7 @@ CU = torch.tensor([0, 3])
         (changed(q=torch.ones(6, 2, 3, 24)), {}, "multiple of those of k, got 3 and 2"),
         (changed(), {"window": (3, -2)}, r"window must be .* got \(3, -2\)"),
         (changed(), {"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
-        (changed(), {"dropout": 0.1}, "dropout needs a seed, one int64, got None"),
+        (changed(), {"dropout": 0.1}, "dropout needs a seed, one int64 or 5, got None"),
         (changed(), {"cu_seqlens_q": CU}, "go together, got one"),
         (changed(), {"cu_seqlens_q": CU, "cu_seqlens_k": CU}, r"\[T, heads, D\] with cu_seqlens"),
     ],

@@ -1,0 +1,92 @@
+"""Attention of some queries over some keys of sequences, as its kernel takes it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accel.ops.attention import (
+    SEED_AND_PLACES,
+    attention,
+    attention_gradients,
+    attention_gradients_ref,
+    attention_ref,
+)
+
+__all__ = ["Attention", "Part"]
+
+
+class Part(NamedTuple):
+    """Queries and keys that are neighbours in each sequence, and which keys a query sees."""
+
+    causal: bool = False
+    """Aligned with the last key."""
+    window: tuple[int, int] | None = None
+    cu_seqlens_q: Tensor | None = None
+    """For a pack: where the queries of each sequence start."""
+    cu_seqlens_k: Tensor | None = None
+    first_query: int | Tensor = 0
+    """Its place in the sequence; in a pack `[sequences]`."""
+    first_key: int | Tensor = 0
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What one layer's attention is on every part."""
+
+    softmax_scale: float
+    dropout: float = 0.0
+    seed: Tensor | None = None
+    """One int64, the same on all ranks that share the sequences: what is dropped depends on it and on the
+    places of head, query and key, not on who computes."""
+    kernel: bool = True
+    """Whether `accel.ops.attention` computes, or its reference."""
+    first_head: int = 0
+
+    def with_first_head(self, head: int) -> Attention:
+        return dataclasses.replace(self, first_head=head)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
+        """`[Q, B, H, E]` or `[T, H, E]`, with gradients."""
+        return self._forward(q, k, v, part)[0]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+        """Result and log-sum-exp, `[B, H, Q]` or `[H, T]` fp32, without gradients."""
+        with torch.no_grad():
+            return self._forward(q, k, v, part)
+
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, part: Part
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This part's share of dq, dk and dv, where `out` and `lse` are of all keys."""
+        compute = attention_gradients if self.kernel else attention_gradients_ref
+        return compute(dout, q, k, v, out, lse, **self._options(part))
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+        return (attention if self.kernel else attention_ref)(q, k, v, **self._options(part))
+
+    def _options(self, part: Part) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "softmax_scale": self.softmax_scale,
+            "causal": part.causal,
+            "window": part.window,
+            "cu_seqlens_q": part.cu_seqlens_q,
+            "cu_seqlens_k": part.cu_seqlens_k,
+        }
+        if self.dropout and self.seed is not None:
+            places = (0, self.first_head, part.first_query, part.first_key)
+            options |= {"dropout": self.dropout, "seed": seed_at(self.seed, places)}
+        return options
+
+
+def seed_at(seed: Tensor, places: Sequence[int | Tensor]) -> Tensor:
+    """`[SEED_AND_PLACES]`, or `[sequences, SEED_AND_PLACES]` if a place is a tensor."""
+    columns = [torch.as_tensor(place, device=seed.device) for place in places]
+    columns = list(torch.broadcast_tensors(seed.reshape(()), *columns))
+    assert len(columns) == SEED_AND_PLACES
+    return torch.stack(columns, dim=-1).to(torch.int64)

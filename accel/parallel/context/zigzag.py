@@ -1,0 +1,62 @@
+"""Who holds which tokens of sequences that are split over a context-parallel group.
+
+Every sequence is cut into 2 N equal chunks for N ranks, and rank r holds the chunks r and 2 N - 1 - r:
+Megatron's split. Below a causal mask a chunk's work grows with its place, and the two of a rank always add
+up to the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["chunks", "halves", "owners", "token_order"]
+
+
+def owners(starts: Tensor, num_tokens: int, num_ranks: int) -> Tensor:
+    """`[num_tokens]`: which rank holds each token.
+
+    Args:
+        starts: `[sequences + 1]`, where each sequence starts, from 0, and where the last one ends.
+
+    Raises:
+        ValueError: a sequence that is no multiple of 2 N, or sequences that do not cover the tokens.
+    """
+    of_token = chunks(starts, num_tokens, num_ranks)
+    return torch.minimum(of_token, 2 * num_ranks - 1 - of_token)
+
+
+def chunks(starts: Tensor, num_tokens: int, num_ranks: int) -> Tensor:
+    """`[num_tokens]`: which of the 2 N chunks of its sequence each token is in. Contract: :func:`owners`."""
+    lengths = starts.diff()
+    if (lengths % (2 * num_ranks)).any() or int(starts[-1]) != num_tokens:
+        nearest = (lengths / (2 * num_ranks)).round().clamp(min=1).long() * 2 * num_ranks
+        raise ValueError(
+            f"context parallelism over {num_ranks} ranks: sequences of {lengths.tolist()} tokens for "
+            f"{num_tokens} in all; each must be a multiple of {2 * num_ranks} (nearest: "
+            f"{nearest.tolist()}), and they must cover them"
+        )
+    tokens = torch.arange(num_tokens, device=starts.device)
+    sequence = torch.searchsorted(starts, tokens, right=True) - 1
+    return (tokens - starts[sequence]) // (lengths // (2 * num_ranks))[sequence]
+
+
+def token_order(starts: Tensor, num_tokens: int, num_ranks: int) -> Tensor:
+    """`[N, num_tokens / N]`: the tokens that each rank holds, in its order. Contract: :func:`owners`."""
+    order = torch.argsort(owners(starts, num_tokens, num_ranks), stable=True)
+    return order.view(num_ranks, -1)
+
+
+def halves(starts: Tensor | None, num_tokens: int) -> tuple[Tensor | slice, Tensor | slice]:
+    """Where a rank's own tokens of the first and of the second of its two chunks are.
+
+    Args:
+        starts: where the rank's part of each sequence starts; None for one sequence.
+        num_tokens: of the rank.
+    """
+    if starts is None:
+        return slice(num_tokens // 2), slice(num_tokens // 2, num_tokens)
+    tokens = torch.arange(num_tokens, device=starts.device)
+    sequence = torch.searchsorted(starts, tokens, right=True) - 1
+    first = tokens - starts[sequence] < (starts.diff() // 2)[sequence]
+    return first.nonzero().view(-1), (~first).nonzero().view(-1)

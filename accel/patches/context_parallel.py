@@ -1,0 +1,401 @@
+"""Sequences split over ranks, ``--context-parallel-size``, without Transformer Engine and in either spec.
+
+Stock's local spec has no context parallelism. Here its attention takes part in it as the layers of
+``te_layers`` do, with ``--cp-comm-type`` one for all layers or one for each:
+
+``p2p`` (default)
+    Keys and values go around a ring beside the computation, twice: forward and backward.
+``all_gather``
+    Every rank gathers the keys and values of a layer.
+``a2a``
+    Ulysses: an all-to-all gives each rank whole sequences of some heads.
+``a2a+p2p``
+    Heads within ``--hierarchical-context-parallel-sizes A B``'s first size (a node), a ring across.
+
+A causal mask or none, grouped queries with fewer heads of keys than ranks, keys and values of different
+widths (MLA), packed sequences (each a multiple of 2 x CP), sliding windows (``p2p`` gathers the keys for
+these), recomputation, dynamic groups (``PackedSeqParams.cp_group``). ``--reset-attention-mask``: documents
+may begin and end anywhere; keys are gathered unless heads are exchanged. Attention dropout drops what one
+rank would drop, if each chunk, a sequence's 2 x CP-th part, is a multiple of 64. Results differ from one
+rank's by rounding alone.
+
+``--accel-context-parallel-window W`` makes two rings: one of W neighbours, while the next W ranks' keys are
+on their way. ``--accel-context-parallel-keep keys`` or ``all`` keeps the received keys, or keys and values,
+for the backward, in each layer or after every ``--accel-context-parallel-keep-interval`` others.
+``--accel-context-parallel-algo`` and ``--accel-context-parallel-ulysses-degree`` are MindSpeed's way to ask
+for ``--cp-comm-type``.
+
+**Not with** a mask of its own, an attention bias, a softmax with an offset; each is an error that says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from accel.feature import Context, Feature, Setting
+from accel.layers import attention as layer
+from accel.layers.attention import packed_starts
+from accel.parallel.context import (
+    Attention,
+    ContextGroups,
+    RingSettings,
+    context_attention,
+    documents_of,
+    ring_settings,
+    switch_on_ring,
+)
+from accel.patches._attention import dropout_of, scale_of
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE, te_installed
+
+_HERE = "accel.patches.context_parallel"
+_ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
+_GROUPS = "accel_context_groups"
+
+ALGORITHMS = {
+    "megatron_cp_algo": "p2p",
+    "ulysses_cp_algo": "a2a",
+    "kvallgather_cp_algo": "all_gather",
+    "hybrid_cp_algo": "a2a+p2p",
+}
+"""MindSpeed's names -> Megatron's."""
+KEPT = {
+    "none": "none",
+    "keys": "keys",
+    "all": "keys and values",
+    "half": "keys",
+    "full": "keys and values",
+}
+"""What may be asked for, MindSpeed's two words last."""
+
+
+def split_over_ranks(init: Callable[..., None]) -> Callable[..., None]:
+    """Build the module although its sequences are split, and remember by whom they are."""
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(init).bind(self, *args, **kwargs)
+        config = bound.arguments["config"]
+        if config.context_parallel_size == 1:
+            init(self, *args, **kwargs)
+            return
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        bound.arguments["config"] = alone
+        init(*bound.args, **bound.kwargs)
+        self.config = config
+        comm_type = bound.arguments.get("cp_comm_type") or "p2p"
+        setattr(self, _GROUPS, _groups(bound.arguments.get("pg_collection"), comm_type))
+        self.accel_cp_comm_type = comm_type
+
+    return __init__
+
+
+def _groups(collection: Any, comm_type: str) -> ContextGroups | None:
+    from megatron.core import parallel_state
+
+    if comm_type == "a2a+p2p":
+        group = parallel_state.get_hierarchical_context_parallel_groups()
+    else:
+        group = getattr(collection, "cp", None) or parallel_state.get_context_parallel_group()
+    return ContextGroups.of(group, comm_type)
+
+
+def attend_over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(original)
+    def forward(
+        self: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        groups = _groups_now(self, packed_seq_params)
+        if groups is None:
+            return original(
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type,
+                attention_bias,
+                packed_seq_params,
+            )
+        if reason := _unserved(self, attention_bias):
+            raise ValueError(f"context parallelism: {reason}; accel has that on one rank alone")
+        kind = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
+        window = self.scale_mask_softmax.window_size
+        how: dict[str, Any] = {"causal": "causal" in kind, "window": window and tuple(window)}
+        if packed_seq_params is not None:
+            how["starts"] = _starts(packed_seq_params, how["causal"])
+        elif attention_mask is not None:
+            how["documents"] = documents_of(attention_mask, groups, causal=how["causal"])
+        whole = Attention(
+            scale_of(self), kernel=layer.attention is not None, **dropout_of(self, query.device)
+        )
+        ring = ring_settings().of_layer(self.layer_number)
+        return context_attention(whole, query, key, value, groups, ring=ring, **how).flatten(-2)
+
+    return forward
+
+
+def _groups_now(module: Any, packed: Any) -> ContextGroups | None:
+    """As Megatron's own layer for Transformer Engine: a pack may come with a group of its own."""
+    groups: ContextGroups | None = getattr(module, _GROUPS, None)
+    if getattr(packed, "cp_group", None) is not None:
+        return ContextGroups.of(packed.cp_group, module.accel_cp_comm_type)
+    return None if getattr(packed, "local_cp_size", None) is not None else groups
+
+
+def _unserved(module: Any, attention_bias: Tensor | None) -> str | None:
+    if attention_bias is not None:
+        return "an attention bias"
+    if module.softmax_offset is not None:
+        return f"softmax_type {module.config.softmax_type} (the softmax has an offset)"
+    return None
+
+
+def _starts(packed: Any, causal: bool) -> Tensor:
+    if packed.qkv_format != "thd":
+        raise ValueError(
+            f"context parallelism: packed sequences in the format {packed.qkv_format}; use thd"
+        )
+    starts = packed_starts(
+        (packed.cu_seqlens_q, packed.cu_seqlens_kv),
+        (packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded),
+        causal,
+    )
+    return starts["cu_seqlens_q"]
+
+
+def check_sizes(context: Context) -> list[str]:
+    """Translate MindSpeed's flags, and refuse sizes before Megatron asserts them or a layer meets them.
+
+    Raises:
+        ValueError: it names the flags, the sizes and the nearest that work.
+    """
+    args = context.args
+    ranks = getattr(args, "context_parallel_size", 1) or 1
+    notes = _translate(args, ranks)
+    if ranks == 1:
+        return notes
+    length = getattr(args, "seq_length", None)
+    if length and length % (2 * ranks):
+        below = length // (2 * ranks) * 2 * ranks
+        near = " or ".join(str(n) for n in (below, below + 2 * ranks) if n)
+        raise ValueError(
+            f"--seq-length {length} is no multiple of 2 x --context-parallel-size {ranks}: use {near}"
+        )
+    sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
+    if sizes and math.prod(sizes) != ranks:
+        near = ", ".join(f"{a} {ranks // a}" for a in range(1, ranks + 1) if ranks % a == 0)
+        raise ValueError(
+            f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} do not multiply to "
+            f"--context-parallel-size {ranks}: use one of {near}"
+        )
+    types = getattr(args, "cp_comm_type", None) or []
+    types = [types] if isinstance(types, str) else types
+    if "a2a+p2p" in types and (not sizes or len(sizes) != 2):
+        raise ValueError(
+            f"--cp-comm-type a2a+p2p with --hierarchical-context-parallel-sizes {sizes}: give two sizes, "
+            f"how many ranks exchange heads and how many groups of them there are, that multiply to {ranks}"
+        )
+    _check_window(args, sizes[-1] if "a2a+p2p" in types and sizes else ranks)
+    degrees = {"a2a": ranks, "a2a+p2p": sizes[0] if sizes else 1}
+    for name in dict.fromkeys(types):
+        _check_heads(args, name, degrees.get(name, 1))
+    return notes
+
+
+def _check_heads(args: Any, comm_type: str, degree: int) -> None:
+    heads, tp = args.num_attention_heads or 0, args.tensor_model_parallel_size
+    if heads % (tp * degree):
+        fits = [d for d in range(1, heads // tp + 1) if heads % (tp * d) == 0]
+        raise ValueError(
+            f"--cp-comm-type {comm_type} shares heads: --num-attention-heads {heads} is no multiple of "
+            f"--tensor-model-parallel-size {tp} x {degree} ranks that exchange them; as many may be "
+            f"{', '.join(map(str, fits))}, or use --cp-comm-type p2p"
+        )
+
+
+def _translate(args: Any, ranks: int) -> list[str]:
+    algorithm = getattr(args, "accel_context_parallel_algo", None)
+    degree = getattr(args, "accel_context_parallel_ulysses_degree", None)
+    if algorithm is None:
+        if degree is not None:
+            raise ValueError(
+                f"--ulysses-degree-in-cp {degree} needs --context-parallel-algo hybrid_cp_algo"
+            )
+        return []
+    args.cp_comm_type = [parse_algorithm(algorithm)]
+    note = f"--context-parallel-algo {algorithm}: --cp-comm-type {args.cp_comm_type[0]}"
+    if algorithm == "hybrid_cp_algo":
+        inner = parse_count(degree or 0)
+        if ranks % inner:
+            near = ", ".join(str(a) for a in range(1, ranks + 1) if ranks % a == 0)
+            raise ValueError(
+                f"--ulysses-degree-in-cp {inner} does not divide --context-parallel-size {ranks}: use one "
+                f"of {near}"
+            )
+        args.hierarchical_context_parallel_sizes = [inner, ranks // inner]
+        note += f" --hierarchical-context-parallel-sizes {inner} {ranks // inner}"
+    return [note]
+
+
+def parse_algorithm(given: Any) -> str:
+    if given not in ALGORITHMS:
+        raise ValueError(f"{given!r}: use {', '.join(ALGORITHMS)}, or Megatron's --cp-comm-type")
+    return ALGORITHMS[given]
+
+
+def parse_count(given: Any) -> int:
+    try:
+        count = int(str(given))
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise ValueError(f"{given!r}: give a number of ranks, 1 or more")
+    return count
+
+
+def parse_interval(given: Any) -> int:
+    try:
+        count = int(str(given))
+    except ValueError:
+        count = -1
+    if count < 0:
+        raise ValueError(f"{given!r}: give a number of layers, 0 or more")
+    return count
+
+
+def parse_kept(given: Any) -> str:
+    if given not in KEPT:
+        raise ValueError(f"{given!r}: use {', '.join(KEPT)}")
+    return KEPT[given]
+
+
+def parse_mask(given: Any) -> str:
+    if given != "causal":
+        raise ValueError(
+            f"{given!r}: a split sequence has the mask of the model's layers, causal in a GPT; use causal"
+        )
+    return str(given)
+
+
+def idle(context: Context) -> str | None:
+    if getattr(context.args, "context_parallel_size", None) == 1:
+        return "--context-parallel-size is 1"
+    if te_installed() and getattr(context.args, "transformer_impl", None) == "transformer_engine":
+        return "Transformer Engine has it"
+    return None
+
+
+def _check_window(args: Any, ring: int) -> None:
+    """Of the inner ring, before a layer meets it."""
+    window = parse_count(getattr(args, "accel_context_parallel_window", None) or 1)
+    if ring % window:
+        fits = ", ".join(str(w) for w in range(1, ring + 1) if ring % w == 0)
+        raise ValueError(
+            f"--accel-context-parallel-window {window}: a window of {window} ranks does not divide the "
+            f"ring of {ring}: use one of {fits}"
+        )
+
+
+def switch_on(
+    algo: str | None = None,
+    ulysses_degree: int | None = None,
+    mask_type: str | None = None,
+    window: int = 1,
+    keep: Any = "none",
+    keep_interval: int = 0,
+) -> Callable[[], None]:
+    return switch_on_ring(RingSettings(window, keep, keep_interval))
+
+
+FEATURE = Feature(
+    name="context_parallel",
+    summary="split sequences over ranks in the local spec, by a ring, gathered keys, heads or both",
+    preset="off",
+    numerics="tolerance",
+    megatron=SUPPORTED_RANGE,
+    benchmarks=("context_parallel",),
+    idle=idle,
+    prepare=check_sizes,
+    settings=(
+        Setting(
+            name="window",
+            metavar="RANKS",
+            summary="neighbours that form an inner ring (default: 1, one ring)",
+            parse=parse_count,
+            default=1,
+        ),
+        Setting(
+            name="keep",
+            metavar="WHAT",
+            summary="of received keys and values for the backward: none (default), keys or all",
+            parse=parse_kept,
+            default="none",
+        ),
+        Setting(
+            name="keep_interval",
+            metavar="LAYERS",
+            summary="layers between two that keep (default: 0)",
+            parse=parse_interval,
+            default=0,
+        ),
+        Setting(
+            name="algo",
+            metavar="NAME",
+            summary=f"--cp-comm-type by MindSpeed's names: {', '.join(ALGORITHMS)}",
+            parse=parse_algorithm,
+        ),
+        Setting(
+            name="ulysses_degree",
+            metavar="RANKS",
+            summary="ranks that exchange heads, under hybrid_cp_algo",
+            parse=parse_count,
+        ),
+        Setting(
+            name="mask_type",
+            metavar="KIND",
+            summary="causal",
+            parse=parse_mask,
+        ),
+    ),
+    switch_on=switch_on,
+    patches=(
+        Patch(
+            target=f"{_ATTENTION}.__init__",
+            replacement=f"{_HERE}:split_over_ranks",
+            how="wrap",
+            why="Upstream refuses to build it where sequences are split.",
+        ),
+        Patch(
+            target=f"{_ATTENTION}.forward",
+            replacement=f"{_HERE}:attend_over_ranks",
+            how="wrap",
+            expects=(
+                "self",
+                "query",
+                "key",
+                "value",
+                "attention_mask",
+                "attn_mask_type",
+                "attention_bias",
+                "packed_seq_params",
+            ),
+            why="Upstream's attention knows the keys of its own rank alone.",
+        ),
+    ),
+)
