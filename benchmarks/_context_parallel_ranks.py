@@ -78,9 +78,9 @@ def transfers(sequences: Sequences, both: bool) -> None:
     """What the ring of two ranks sends: keys and values, twice with the backward, and gradients home."""
     rank, other = dist.get_rank(), 1 - dist.get_rank()
     whole = sequences.block
-    # the later rank sees the first half of the earlier one's keys
-    home = {0: whole, 1: whole // 2}
-    sizes = [(whole, whole)] * (1 + both) + [(home[rank], home[other])] * both
+    # rank 1 sees the first half of rank 0's keys
+    keys, home = (whole // 2, whole), (whole, whole // 2)
+    sizes = [(keys[rank], keys[other])] * (1 + both) + [(home[rank], home[other])] * both
     for out, into in sizes:
         transfer = Transfer(torch.zeros(out), torch.empty(into), group())
         transfer.wait_received()
@@ -131,8 +131,14 @@ def alone(quick: bool) -> dict[str, Any]:
     """Seconds of a rank's share of the attention, and the bytes that the rank which sends most sends."""
     sequences = Sequences(quick)
     found = in_turn({IDEAL: sides(sequences, True)[IDEAL]}, 3)
-    num_bytes = 3 * sequences.block * torch.float32.itemsize
+    num_bytes = 5 * sequences.block * torch.float32.itemsize // 2
     return {"seconds": statistics.median(found[IDEAL]) / RANKS, "num_bytes": num_bytes}
+
+
+def sent(quick: bool) -> dict[str, Any]:
+    """Seconds of the transfers of a forward and a backward."""
+    found = in_turn({TRANSFERS: partial(transfers, Sequences(quick), True)}, 5)
+    return {"seconds": statistics.median(found[TRANSFERS])}
 
 
 def ring(quick: bool) -> dict[str, Any]:
@@ -147,7 +153,7 @@ def ring(quick: bool) -> dict[str, Any]:
 
 
 def main() -> int:
-    whats = {"alone": alone, "ring": ring}
+    whats = {"alone": alone, "transfers": sent, "ring": ring}
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=whats)
     parser.add_argument("--quick", action="store_true")

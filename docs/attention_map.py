@@ -66,7 +66,7 @@ def steps(ranks: int, window: int) -> dict[tuple[int, int], tuple[int, bool]]:
     for rank in range(ranks):
         for number, (node, place) in enumerate(ring_order(ranks, window)):
             owner = moved(rank, (-node, -place), ranks, window)
-            for block in [b for blocks in blocks_of(rank, owner, True) for b in blocks]:
+            for block in blocks_of(rank, owner, True):
                 for queries in _chunks(rank, block.queries, ranks):
                     for keys in _chunks(owner, block.keys, ranks):
                         found[queries, keys] = number, block.causal

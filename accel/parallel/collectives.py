@@ -33,15 +33,15 @@ class Transfer:
     """A tensor to one rank of a group, one from another: the next and the one before, unless they are given.
 
     Args:
-        outgoing: contiguous; not to be changed before `wait_sent`.
-        into: contiguous; what comes.
+        outgoing: contiguous, not to be changed before `wait_sent`; None: nothing is sent.
+        into: contiguous, what comes; None: nothing does.
         to, source: ranks of the group.
     """
 
     def __init__(
         self,
-        outgoing: Tensor,
-        into: Tensor,
+        outgoing: Tensor | None,
+        into: Tensor | None,
         group: dist.ProcessGroup,
         to: int | None = None,
         source: int | None = None,
@@ -49,22 +49,34 @@ class Transfer:
         ranks, me = group.size(), group.rank()
         to = (me + 1) % ranks if to is None else to
         source = (me - 1) % ranks if source is None else source
-        self._into = into
-        self._works: list[Any] = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, outgoing, group=group, group_peer=to),
-                dist.P2POp(dist.irecv, into, group=group, group_peer=source),
-            ]
-        )
+        self._outgoing, self._into = outgoing, into
+        ops = []
+        if outgoing is not None:
+            ops.append(dist.P2POp(dist.isend, outgoing, group=group, group_peer=to))
+        if into is not None:
+            ops.append(dist.P2POp(dist.irecv, into, group=group, group_peer=source))
+        self._works: list[Any] = dist.batch_isend_irecv(ops) if ops else []
+
+    @property
+    def receives(self) -> bool:
+        return self._into is not None
 
     def wait_received(self) -> None:
-        self._works[-1].wait()
+        if self._into is not None:
+            self._works[-1].wait()
 
     def wait_sent(self) -> None:
         """After it was received: the backend has one work for both, or one for each."""
-        for sent in self._works[:-1]:
+        for sent in self._works if self._into is None else self._works[:-1]:
             sent.wait()
 
     def received(self) -> Tensor:
+        """What came.
+
+        Raises:
+            ValueError: nothing was to come.
+        """
+        if self._into is None:
+            raise ValueError("a transfer that receives nothing")
         self.wait_received()
         return self._into

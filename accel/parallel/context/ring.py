@@ -1,22 +1,22 @@
 """Ring attention: keys and values go from rank to rank while each rank attends to what it has.
 
-    forward     block j of keys travels on while the attention of the own queries to it is computed; results
-                are joined by their log-sum-exps in fp32
-    backward    the same way once more, with the final log-sum-exp. The gradient of a block's keys goes
+    forward     halves of blocks of keys travel on while the attention of the own queries to those before them
+                is computed; results are joined by their log-sum-exps in fp32
+    backward    the same way once more, with the final log-sum-exp. The gradient of a half of keys goes
                 straight to its owner, in the dtype of the keys, and only where queries saw them: with a
                 causal mask three quarters of the keys, where a gradient that is added up along the ring
                 in fp32 is as long as all keys and takes twice the bytes (four times in 16 bit)
 
 Under a causal mask (zig-zag: `accel.parallel.context.zigzag`) all queries of a rank see the first half of an
 earlier rank's keys, and its second half of queries sees all keys of a later rank: the same work. The own
-block is computed first in the forward; in the backward one half of its work hides the first block's way and
+block is computed first in the forward; in the backward one half of its work hides the first piece's way and
 the other half the last gradient's.
 
 Two rings     with a `window` of W ranks, keys go around W neighbours (a node) while the next node's are on
               their way: between nodes every rank sends at once, each block once
 Keeping       `keep` what of a block's `keys`, or of `keys and values`, stays for the backward instead of a
               second journey: N - 1 times as many bytes
-Memory        two blocks of keys and values beside the own ones; in the backward two more of gradients, and
+Memory        two blocks of keys and values beside the own ones; in the backward one more of gradients, and
               sums in fp32 if the inputs are 16 bit
 
 Source: Liu et al. 2023 (arXiv:2310.01889); two rings: Gu et al. 2024 (arXiv:2406.18485).
@@ -100,23 +100,28 @@ def ring_settings() -> RingSettings:
 
 
 class Block(NamedTuple):
-    """Halves of a rank's queries and of a block's keys that see each other."""
+    """Halves of a rank's queries and of a rank's keys that see each other."""
 
     queries: Half
     keys: Half
     causal: bool = False
 
 
-def blocks_of(rank: int, owner: int, causal: bool) -> tuple[list[Block], list[Block]]:
-    """What of the keys of `owner` the queries of `rank` see, in two steps of which one may be empty."""
+def blocks_of(rank: int, owner: int, causal: bool) -> list[Block]:
+    """What of the keys of `owner` the queries of `rank` see, for each half of the keys one at most.
+
+    Of the own keys there are more, of which the first hides the first piece's way in the backward.
+    """
+    if owner == rank and causal:
+        diagonal = [Block("first", "first", True), Block("second", "second", True)]
+        return [Block("second", "first"), *diagonal]
+    if owner == rank:
+        return [Block("first", "both"), Block("second", "both")]
     if not causal:
-        return ([Block("first", "both")], [Block("second", "both")])
+        return [Block("both", "first"), Block("both", "second")]
     if owner < rank:
-        return [Block("both", "first")], []
-    if owner > rank:
-        return [Block("second", "both")], []
-    diagonal = [Block("first", "first", True), Block("second", "second", True)]
-    return [Block("second", "first")], diagonal
+        return [Block("both", "first")]
+    return [Block("second", "first"), Block("second", "second")]
 
 
 def ring_order(num_ranks: int, window: int) -> list[tuple[int, int]]:
@@ -212,7 +217,7 @@ class _Layout:
 
 
 def _halved(blocks: Sequence[Block]) -> list[Block]:
-    """As blocks of neighbouring tokens."""
+    """As blocks of neighbouring tokens, whose places dropout knows."""
 
     def both(half: Half) -> list[Half]:
         return ["first", "second"] if half == "both" else [half]
@@ -240,82 +245,145 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         joined = _Joined(q, v, layout)
         kept: list[Tensor] = []
-        for step, owner, (keys, values) in _arriving([k, v], group, ring.window):
-            for block in _forward_blocks(layout.rank, owner, causal, attention.dropout > 0):
-                parts = (layout.take(q, block.queries), *_of(layout, block, keys, values))
-                joined.add(block.queries, *attention.forward(*parts, layout.part(block, owner)))
-            if step is not None and ring.keep != "none":
-                kept += [keys] if ring.keep == "keys" else [keys, values]
+
+        def attend(block: Block, owner: int, keys: Tensor, values: Tensor) -> None:
+            out, lse = attention.forward(
+                layout.take(q, block.queries), keys, values, layout.part(block, owner)
+            )
+            joined.add(block.queries, out, lse)
+
+        journey = _Journey(group, ring.window, causal, layout, [k, v])
+        own = [Block("both", "both", causal)]
+        if attention.dropout:
+            own = _halved(blocks_of(layout.rank, layout.rank, causal))
+        for block in own:
+            attend(block, layout.rank, *(layout.take(t, block.keys) for t in (k, v)))
+        for _, owner, half, parts in journey.pieces():
+            found = _seen(layout.rank, owner, half, causal, attention)
+            for block in found:
+                attend(block, owner, *parts)
+            if found and ring.keep != "none":
+                kept += [parts[0].clone()] if ring.keep == "keys" else parts
         out = joined.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, joined.lse, *kept)
-        ctx.attention, ctx.layout, ctx.group, ctx.causal, ctx.ring = (
-            *(attention, layout, group, causal),
-            ring,
-        )
+        ctx.how = attention, layout, group, causal, ring
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (dout,) = grads
-        q, k, v, out, lse, *kept = ctx.saved_tensors
-        layout, attention, ring = ctx.layout, ctx.attention, ctx.ring
-        wide = torch.promote_types(q.dtype, torch.float32)
-        dq, dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (q, k, v))
-
-        def compute(
-            blocks: Sequence[Block], owner: int, k: Tensor, v: Tensor
-        ) -> list[tuple[Half, Tensor, Tensor]]:
-            found = []
-            for block in _halved(blocks) if attention.dropout else blocks:
-                dq_part, dk_part, dv_part = attention.gradients(
-                    layout.take(dout, block.queries),
-                    layout.take(q, block.queries),
-                    *_of(layout, block, k, v),
-                    layout.take(out, block.queries),
-                    layout.take(lse, block.queries, -1),
-                    layout.part(block, owner),
-                )
-                layout.add_(dq, block.queries, dq_part)
-                found.append((block.keys, dk_part, dv_part))
-            return found
-
-        def add_own(parts: Sequence[tuple[Half, Tensor, Tensor]]) -> None:
-            for half, dk_part, dv_part in parts:
-                layout.add_(dk, half, dk_part)
-                layout.add_(dv, half, dv_part)
-
-        own, rest_of_own = blocks_of(layout.rank, layout.rank, ctx.causal)
-        returning: _Returning | None = None
-        for step, owner, (keys, values) in _again(k, v, kept, ctx.group, ring):
-            if step is None:
-                add_own(compute(own, owner, keys, values))
-                continue
-            blocks = [
-                block for blocks in blocks_of(layout.rank, owner, ctx.causal) for block in blocks
-            ]
-            if not ctx.causal and not attention.dropout:
-                blocks = [Block("both", "both")]
-            parts = compute(blocks, owner, keys, values)
-            if returning is not None:
-                add_own(returning.received())
-            returning = _Returning(parts, step, owner, layout, k, v, ctx.group, ctx.causal, ring)
-        add_own(compute(rest_of_own, layout.rank, k, v))
-        if returning is not None:
-            add_own(returning.received())
-        return (*(t.to(q.dtype) for t in (dq, dk, dv)), *[None] * 5)
+        return (*_Backward(ctx, grads[0]).run(), *[None] * 5)
 
 
-def _forward_blocks(rank: int, owner: int, causal: bool, neighbours_only: bool) -> list[Block]:
-    if neighbours_only:
-        return _halved([block for blocks in blocks_of(rank, owner, causal) for block in blocks])
-    if owner == rank or not causal:
-        return [Block("both", "both", causal)]
-    return blocks_of(rank, owner, causal)[0]
+def _seen(rank: int, owner: int, half: Half, causal: bool, attention: Attention) -> list[Block]:
+    """What the queries see of that half of the keys of another rank."""
+    blocks = [block for block in blocks_of(rank, owner, causal) if block.keys == half]
+    return _halved(blocks) if attention.dropout else blocks
 
 
-def _of(layout: _Layout, block: Block, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return layout.take(k, block.keys), layout.take(v, block.keys)
+class _Backward:
+    """One backward pass: sums of the three gradients, and those of keys on their way to their owners."""
+
+    def __init__(self, ctx: Any, dout: Tensor) -> None:
+        self._attention, self._layout, self._group, self._causal, self._ring = ctx.how
+        self._q, self._k, self._v, self._out, self._lse, *self._kept = ctx.saved_tensors
+        self._dout = dout
+        wide = torch.promote_types(dout.dtype, torch.float32)
+        self._sums = [
+            torch.zeros(t.shape, dtype=wide, device=t.device) for t in (self._q, self._k, self._v)
+        ]
+        self._coming: list[tuple[Half, Transfer]] = []
+
+    def run(self) -> list[Tensor]:
+        rank = self._layout.rank
+        own = blocks_of(rank, rank, self._causal)
+        journey = self._journey()
+        self._own(own[:1])
+        for step, owner, half, (keys, values) in self._pieces(journey):
+            grads: list[Tensor] = []
+            for block in _seen(rank, owner, half, self._causal, self._attention):
+                found = self._compute(block, owner, keys, values)
+                grads = [a + b for a, b in zip(grads, found, strict=True)] if grads else found
+            self._add_one_that_came(leave=1)
+            self._send_home(step, owner, half, grads)
+        self._own(own[1:])
+        self._add_one_that_came(leave=0)
+        return [
+            total.to(t.dtype)
+            for total, t in zip(self._sums, (self._q, self._k, self._v), strict=True)
+        ]
+
+    def _journey(self) -> _Journey:
+        travelling = {"none": [self._k, self._v], "keys": [self._v], "keys and values": []}
+        return _Journey(
+            self._group, self._ring.window, self._causal, self._layout, travelling[self._ring.keep]
+        )
+
+    def _pieces(
+        self, journey: _Journey
+    ) -> Iterator[tuple[tuple[int, int], int, Half, Sequence[Tensor]]]:
+        """The pieces of the forward, from what was kept and, for the rest, from the others once more."""
+        kept = iter(self._kept)
+        for step, owner, half, parts in journey.pieces():
+            seen = any(b.keys == half for b in blocks_of(self._layout.rank, owner, self._causal))
+            if not seen:
+                yield step, owner, half, (self._k, self._v)
+            elif self._ring.keep == "keys and values":
+                yield step, owner, half, (next(kept), next(kept))
+            elif self._ring.keep == "keys":
+                yield step, owner, half, (next(kept), parts[0])
+            else:
+                yield step, owner, half, parts
+
+    def _own(self, blocks: Sequence[Block]) -> None:
+        layout = self._layout
+        for block in _halved(blocks) if self._attention.dropout else blocks:
+            keys, values = (layout.take(t, block.keys) for t in (self._k, self._v))
+            dk, dv = self._compute(block, layout.rank, keys, values)
+            layout.add_(self._sums[1], block.keys, dk)
+            layout.add_(self._sums[2], block.keys, dv)
+
+    def _compute(self, block: Block, owner: int, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """Gradients of keys and values; that of the queries is added up."""
+        layout, half = self._layout, block.queries
+        dq, dk, dv = self._attention.gradients(
+            layout.take(self._dout, half),
+            layout.take(self._q, half),
+            keys,
+            values,
+            layout.take(self._out, half),
+            layout.take(self._lse, half, -1),
+            layout.part(block, owner),
+        )
+        layout.add_(self._sums[0], half, dq)
+        return [dk, dv]
+
+    def _send_home(
+        self, step: tuple[int, int], owner: int, half: Half, grads: Sequence[Tensor]
+    ) -> None:
+        """These to the owner, and to this rank those that another has computed at this step."""
+        layout = self._layout
+        computer = moved(layout.rank, step, layout.ranks, self._ring.window)
+        theirs = blocks_of(computer, layout.rank, self._causal)
+        leaving = torch.cat([t.reshape(-1) for t in grads]) if grads else None
+        into = None
+        if any(block.keys == half for block in theirs):
+            size = sum(layout.take(t, half).numel() for t in (self._k, self._v))
+            into = self._k.new_empty(size)
+        transfer = Transfer(leaving, into, self._group, owner, computer)
+        self._coming.append((half, transfer))
+
+    def _add_one_that_came(self, leave: int) -> None:
+        """All but the last `leave` of what is on its way."""
+        layout = self._layout
+        while len(self._coming) > leave:
+            half, transfer = self._coming.pop(0)
+            if transfer.receives:
+                own = [layout.take(t, half) for t in (self._k, self._v)]
+                parts = transfer.received().split([t.numel() for t in own])
+                for total, part, like in zip(self._sums[1:], parts, own, strict=True):
+                    layout.add_(total, half, part.view(like.shape))
+            transfer.wait_sent()
 
 
 class _Joined:
@@ -343,98 +411,71 @@ class _Joined:
         self._empty = False
 
 
-def _arriving(
-    own: Sequence[Tensor], group: dist.ProcessGroup, window: int
-) -> Iterator[tuple[tuple[int, int] | None, int, list[Tensor]]]:
-    """Step, owner and tensors of each rank's block, the own first; the next travels meanwhile.
+class _Journey:
+    """Halves of every rank's tensors as they come by; each goes on when it has come.
 
-    The step of the own block is None.
+    Args:
+        own: what travels of this rank, `[S, ...]` or `[T, ...]`; none: nothing does, and pieces have no
+            tensors.
     """
-    ranks, me = group.size(), group.rank()
-    sizes = [t.numel() for t in own]
-    first = torch.cat([t.reshape(-1) for t in own])
-
-    def sent(block: Tensor, by: tuple[int, int]) -> Transfer:
-        back = (-by[0], -by[1])
-        peers = moved(me, by, ranks, window), moved(me, back, ranks, window)
-        return Transfer(block, torch.empty_like(block), group, *peers)
-
-    for node in range(ranks // window):
-        across = sent(first, (1, 0)) if node + 1 < ranks // window else None
-        block = first
-        for place in range(window):
-            along = sent(block, (0, 1)) if place + 1 < window else None
-            step = (node, place) if node or place else None
-            parts = [p.view(t.shape) for p, t in zip(block.split(sizes), own, strict=True)]
-            yield step, moved(me, (-node, -place), ranks, window), parts
-            if along is not None:
-                block = along.received()
-                along.wait_sent()
-        if across is not None:
-            first = across.received()
-            across.wait_sent()
-
-
-def _again(
-    k: Tensor, v: Tensor, kept: Sequence[Tensor], group: dist.ProcessGroup, ring: Ring
-) -> Iterator[tuple[tuple[int, int] | None, int, tuple[Tensor, Tensor]]]:
-    """The blocks of the forward, from what was kept and, for the rest, from the others once more."""
-    ranks, me = group.size(), group.rank()
-    if ring.keep == "keys and values":
-        blocks = [(k, v), *zip(kept[::2], kept[1::2], strict=True)]
-        for (node, place), block in zip(ring_order(ranks, ring.window), blocks, strict=True):
-            step = (node, place) if node or place else None
-            yield step, moved(me, (-node, -place), ranks, ring.window), block
-        return
-    known = iter([k, *kept])
-    keeps = ring.keep == "keys"
-    for step, owner, parts in _arriving([v] if keeps else [k, v], group, ring.window):
-        yield step, owner, (next(known), parts[0]) if keeps else (parts[0], parts[1])
-
-
-class _Returning:
-    """Gradients of a block on their way to its owner, and those of the own block from who computed them."""
 
     def __init__(
         self,
-        parts: Sequence[tuple[Half, Tensor, Tensor]],
-        step: tuple[int, int],
-        owner: int,
-        layout: _Layout,
-        k: Tensor,
-        v: Tensor,
         group: dist.ProcessGroup,
+        window: int,
         causal: bool,
-        ring: Ring,
+        layout: _Layout,
+        own: Sequence[Tensor],
     ) -> None:
-        ranks, me = group.size(), group.rank()
-        computer = moved(me, step, ranks, ring.window)
-        # what who computes has seen of the own block
-        theirs = {b.keys for blocks in blocks_of(computer, me, causal) for b in blocks}
-        self._half: Half = "first" if theirs == {"first"} else "both"
-        merged = _merged(parts, layout, k, v)
-        self._shapes = [layout.take(t, self._half).shape for t in (k, v)]
-        into = k.new_empty(sum(shape.numel() for shape in self._shapes))
-        self._transfer = Transfer(merged, into, group, owner, computer)
+        self._group, self._window, self._causal, self._layout = group, window, causal, layout
+        self._shapes = {
+            half: [layout.take(t, half).shape for t in own] for half in ("first", "second")
+        }
+        self._like = own[0] if own else None
+        self._transfers: dict[tuple[int, int, Half], Transfer] = {}
+        for half in ("first", "second"):
+            parts = [layout.take(t, half).reshape(-1) for t in own]
+            piece = torch.cat(parts) if own and self._travels(layout.rank, half) else None
+            self._send_on(0, 0, half, piece)
 
-    def received(self) -> list[tuple[Half, Tensor, Tensor]]:
-        flat = self._transfer.received()
-        self._transfer.wait_sent()
-        sizes = [shape.numel() for shape in self._shapes]
-        dk, dv = (p.view(s) for p, s in zip(flat.split(sizes), self._shapes, strict=True))
-        return [(self._half, dk, dv)]
+    def pieces(self) -> Iterator[tuple[tuple[int, int], int, Half, list[Tensor]]]:
+        """Step, owner, half and tensors; none of a half that nobody but its owner sees."""
+        ranks, me = self._layout.ranks, self._layout.rank
+        for node, place in ring_order(ranks, self._window)[1:]:
+            owner = moved(me, (-node, -place), ranks, self._window)
+            for half in ("first", "second"):
+                piece, parts = None, []
+                if self._like is not None:
+                    transfer = self._transfers.pop((node, place, half))
+                    if transfer.receives:
+                        piece = transfer.received()
+                        shapes = self._shapes[half]
+                        sizes = [shape.numel() for shape in shapes]
+                        parts = [p.view(s) for p, s in zip(piece.split(sizes), shapes, strict=True)]
+                    transfer.wait_sent()
+                    self._send_on(node, place, half, piece)
+                yield (node, place), owner, half, parts
 
+    def _travels(self, owner: int, half: Half) -> bool:
+        """The last chunk of the sequence is seen by its own queries alone."""
+        return not (self._causal and owner == 0 and half == "second")
 
-def _merged(
-    parts: Sequence[tuple[Half, Tensor, Tensor]], layout: _Layout, k: Tensor, v: Tensor
-) -> Tensor:
-    """One flat tensor: of the half of the keys that was seen."""
-    if len(parts) == 1:
-        return torch.cat([t.reshape(-1) for t in parts[0][1:]])
-    wide = torch.promote_types(k.dtype, torch.float32)
-    half: Half = "first" if all(part[0] == "first" for part in parts) else "both"
-    sums = [torch.zeros(t.shape, dtype=wide, device=t.device) for t in (k, v)]
-    for at, *grads in parts:
-        for total, grad in zip(sums, grads, strict=True):
-            layout.add_(total, at, grad)
-    return torch.cat([layout.take(t, half).to(k.dtype).reshape(-1) for t in sums])
+    def _send_on(self, node: int, place: int, half: Half, piece: Tensor | None) -> None:
+        """To the next of this node, and what begins a node also to the next node."""
+        if self._like is None:
+            return
+        if place + 1 < self._window:
+            self._post(node, place + 1, half, piece, (0, 1))
+        if place == 0 and node + 1 < self._layout.ranks // self._window:
+            self._post(node + 1, 0, half, piece, (1, 0))
+
+    def _post(
+        self, node: int, place: int, half: Half, piece: Tensor | None, by: tuple[int, int]
+    ) -> None:
+        ranks, me, window = self._layout.ranks, self._layout.rank, self._window
+        assert self._like is not None
+        into = None
+        if self._travels(moved(me, (-node, -place), ranks, window), half):
+            into = self._like.new_empty(sum(shape.numel() for shape in self._shapes[half]))
+        to, source = moved(me, by, ranks, window), moved(me, (-by[0], -by[1]), ranks, window)
+        self._transfers[node, place, half] = Transfer(piece, into, self._group, to, source)
