@@ -2,9 +2,9 @@
 
 Ring     Causal attention on two ranks of one thread and one core each, fp32, over the slow link of the lab
          (benchmarks/lab). The rate is chosen so that the transfers of a forward and a backward by themselves
-         take some 0.25, 0.5 and 1 times the attention itself. Measured in turn: the ring's blocks without transfers (each rank
-         takes its own keys twice), its transfers without attention, one after the other, and each way to
-         share. Ideal: one rank's attention over the whole sequence, divided by the ranks.
+         take some 0.25, 0.5 and 1 times the attention itself. Measured in turn: the ring's blocks without
+         transfers (each rank takes its own keys twice), its transfers without attention, one after the other,
+         and each way to share. Ideal: one rank's attention over the whole sequence, divided by the ranks.
 Memory   `examples/pretrain_gpt.py`, one layer of hidden size 128 at a sequence of 32,768 with CP 1, 2 and 4:
          the sum over the ranks of the allocator's peaks. Not with --quick.
 
