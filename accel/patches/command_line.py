@@ -44,6 +44,7 @@ ALIASES = {
     "--cp-window-size": "--accel-context-parallel-window",
     "--use-cp-send-recv-overlap": "--accel-context-parallel",
     "--context-parallel-kv-cache-policy": "--accel-context-parallel-keep",
+    "--context-parallel-kv-cache-interval": "--accel-context-parallel-keep-interval",
     "--context-parallel-cache-interval": "--accel-context-parallel-keep-interval",
     "--attention-mask-type": "--accel-context-parallel-mask-type",
     "--accel-tp-chunks": "--accel-tp-overlap-chunks",

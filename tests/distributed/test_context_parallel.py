@@ -26,6 +26,7 @@ from accel.parallel.context import (
     ring_settings,
     switch_on_ring,
 )
+from accel.parallel.context.heads import HeadShares, gather_tokens, scatter_tokens
 from accel.testing.distributed import under_torchrun
 
 HEADS, WIDTH_QK, WIDTH_V, BATCH = 4, 24, 16, 2
@@ -181,6 +182,31 @@ def test_inner_rings_and_kept_keys(ring: Ring) -> None:
 def test_heads_that_the_ranks_do_not_divide(heads: int, kv_heads: int) -> None:
     for dtype, causal, packed in product(DTYPES, (True, False), (True, False)):
         check("a2a", dtype, kv_heads, {"causal": causal}, packed, heads=heads)
+
+
+@pytest.mark.distributed(world_size=4)
+def test_tokens_and_heads_that_the_ranks_do_not_divide() -> None:
+    """Whole sequences of neighbours' tokens: no zig-zag, one rank has none."""
+    counts, world = (7, 0, 4, 2), dist.group.WORLD
+    assert world is not None
+    rank, tokens = dist.get_rank(), sum(counts)
+    tensors = [t.double() for t in whole(torch.float64, 3, tokens, BATCH, heads=6)]
+    want = on_one_rank(tensors, torch.float64)
+    first = sum(counts[:rank])
+    own = slice(first, first + counts[rank])
+    q, k, v = (t[own].requires_grad_() for t in tensors[:3])
+    shares = HeadShares.of(6, 3, 4)
+    of_heads = [
+        gather_tokens(t, heads, world, counts)
+        for t, heads in ((q, shares.queries), (k, shares.keys), (v, shares.keys))
+    ]
+    repeated = [shares.repeat(t, rank) for t in of_heads[1:]]
+    out, _ = attention_ref(of_heads[0], *repeated, softmax_scale=WIDTH_QK**-0.5)
+    out = scatter_tokens(out, shares.queries, world, counts)
+    for got, expected in zip(
+        (out, *torch.autograd.grad(out, (q, k, v), tensors[3][own])), want, strict=True
+    ):
+        torch.testing.assert_close(got, expected[own], rtol=1e-10, atol=1e-12)
 
 
 FIRST_KEYS = torch.tensor([[0] * 5 + [5] * 30 + [35] * 28 + [63], [0] * 64])

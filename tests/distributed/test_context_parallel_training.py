@@ -29,6 +29,7 @@ TWO_RANKS = {
         " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
     "each_layer_its_own": ("dense", f"{CP2} {LOCAL} --cp-comm-type p2p a2a all_gather p2p"),
+    "swapped": ("dense", f"{CP2} {LOCAL} --accel-swap-attention all"),
     "each_layer_its_own_te": ("dense", f"{CP2} --cp-comm-type p2p a2a all_gather p2p"),
     "without_kernels": ("dense", f"{CP2} {LOCAL} --accel-preset off"),
     "moe_ep2": ("moe", f"{CP2} {LOCAL} --expert-model-parallel-size 2"),
