@@ -3,7 +3,10 @@ themselves: `test_parallel_linear.py`."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+import torch
 
 from accel.parallel import overlapped_linear
 
@@ -57,9 +60,26 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+def rows_keep_their_bits() -> bool:
+    """Whether products of some rows have the bits that these have in the whole, at sizes as in the trainings:
+    not on every CPU. One without bf16 products multiplies in fp32."""
+    draw = torch.Generator().manual_seed(0)
+    for rows, k, n in itertools.product((16, 64, 128), (32, 64, 128), (32, 48, 64, 128)):
+        x, w = (torch.randn(size, generator=draw) for size in ((rows, k), (k, n)))
+        pieces = [piece for chunks in (2, 3, 6) for piece in overlapped_linear.cut(rows, chunks)]
+        for dtype in (torch.float32, torch.bfloat16):
+            one, other = x.to(dtype), w.to(dtype)
+            whole = one @ other
+            if not all(torch.equal(one[piece] @ other, whole[piece]) for piece in pieces):
+                return False
+    return True
+
+
 def check(case: str, cases: dict, fresh_store: FreshStore, products: list[str]) -> None:
     kind, flags, ours = cases[case]
-    check_training(kind, flags, ours, [], fresh_store)
+    # 2 per cent: bf16 rounds to 0.4, and a gradient norm of four steps is a few of these away
+    tolerance = 0.0 if rows_keep_their_bits() else 0.02
+    check_training(kind, flags, ours, [], fresh_store, tolerance)
     if "--sequence-parallel" in flags:
         assert {"gather_matmul", "matmul_reduce_scatter"} <= set(products)
     else:
