@@ -51,7 +51,8 @@ from accel.parallel.context import (
     ring_settings,
     switch_on_ring,
 )
-from accel.patches._attention import dropout_of, scale_of
+from accel.patches._attention import dropout_of, never_served, scale_of
+from accel.patches._settings import whole_number
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE, te_installed
 
@@ -132,7 +133,7 @@ def attend_over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 attention_bias,
                 packed_seq_params,
             )
-        if reason := _unserved(self, attention_bias):
+        if reason := never_served(self, attention_bias):
             raise ValueError(f"context parallelism: {reason}; accel has that on one rank alone")
         kind = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
         window = self.scale_mask_softmax.window_size
@@ -156,14 +157,6 @@ def _groups_now(module: Any, packed: Any) -> ContextGroups | None:
     if getattr(packed, "cp_group", None) is not None:
         return ContextGroups.of(packed.cp_group, module.accel_cp_comm_type)
     return None if getattr(packed, "local_cp_size", None) is not None else groups
-
-
-def _unserved(module: Any, attention_bias: Tensor | None) -> str | None:
-    if attention_bias is not None:
-        return "an attention bias"
-    if module.softmax_offset is not None:
-        return f"softmax_type {module.config.softmax_type} (the softmax has an offset)"
-    return None
 
 
 def _starts(packed: Any, causal: bool) -> Tensor:
@@ -212,9 +205,9 @@ def check_sizes(context: Context) -> list[str]:
             f"how many ranks exchange heads and how many groups of them there are, that multiply to {ranks}"
         )
     _check_window(args, sizes[-1] if "a2a+p2p" in types and sizes else ranks)
-    degrees = {"a2a": ranks, "a2a+p2p": sizes[0] if sizes else 1}
-    for name in dict.fromkeys(types):
-        _check_heads(args, name, degrees.get(name, 1))
+    for name, degree in {"a2a": ranks, "a2a+p2p": sizes[0] if sizes else 1}.items():
+        if name in types:
+            _check_heads(args, name, degree)
     return notes
 
 
@@ -230,27 +223,40 @@ def _check_heads(args: Any, comm_type: str, degree: int) -> None:
 
 
 def _translate(args: Any, ranks: int) -> list[str]:
-    algorithm = getattr(args, "accel_context_parallel_algo", None)
-    degree = getattr(args, "accel_context_parallel_ulysses_degree", None)
+    algorithm = _given(args, "algo", parse_algorithm)
+    inner = _given(args, "ulysses_degree", parse_count)
+    hybrid = algorithm == ALGORITHMS["hybrid_cp_algo"]
+    if hybrid != (inner is not None):
+        raise ValueError(
+            "--ulysses-degree-in-cp and --context-parallel-algo hybrid_cp_algo need each other"
+        )
     if algorithm is None:
-        if degree is not None:
-            raise ValueError(
-                f"--ulysses-degree-in-cp {degree} needs --context-parallel-algo hybrid_cp_algo"
-            )
         return []
-    args.cp_comm_type = [parse_algorithm(algorithm)]
-    note = f"--context-parallel-algo {algorithm}: --cp-comm-type {args.cp_comm_type[0]}"
-    if algorithm == "hybrid_cp_algo":
-        inner = parse_count(degree or 0)
+    args.cp_comm_type = [algorithm]
+    note = f"--context-parallel-algo: --cp-comm-type {algorithm}"
+    if inner is not None:
         if ranks % inner:
-            near = ", ".join(str(a) for a in range(1, ranks + 1) if ranks % a == 0)
             raise ValueError(
                 f"--ulysses-degree-in-cp {inner} does not divide --context-parallel-size {ranks}: use one "
-                f"of {near}"
+                f"of {_divisors(ranks)}"
             )
         args.hierarchical_context_parallel_sizes = [inner, ranks // inner]
         note += f" --hierarchical-context-parallel-sizes {inner} {ranks // inner}"
     return [note]
+
+
+def _given(args: Any, setting: str, parse: Callable[[Any], Any]) -> Any:
+    """Before features are chosen: None if it was not given; an error names the flag."""
+    value = getattr(args, f"accel_context_parallel_{setting}", None)
+    try:
+        return None if value is None else parse(value)
+    except ValueError as error:
+        flag = f"--accel-context-parallel-{setting.replace('_', '-')}"
+        raise ValueError(f"{flag}: {error}") from None
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
 def parse_algorithm(given: Any) -> str:
@@ -260,23 +266,11 @@ def parse_algorithm(given: Any) -> str:
 
 
 def parse_count(given: Any) -> int:
-    try:
-        count = int(str(given))
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise ValueError(f"{given!r}: give a number of ranks, 1 or more")
-    return count
+    return whole_number(given, "ranks")
 
 
 def parse_interval(given: Any) -> int:
-    try:
-        count = int(str(given))
-    except ValueError:
-        count = -1
-    if count < 0:
-        raise ValueError(f"{given!r}: give a number of layers, 0 or more")
-    return count
+    return whole_number(given, "layers", least=0)
 
 
 def parse_kept(given: Any) -> str:
@@ -303,12 +297,11 @@ def idle(context: Context) -> str | None:
 
 def _check_window(args: Any, ring: int) -> None:
     """Of the inner ring, before a layer meets it."""
-    window = parse_count(getattr(args, "accel_context_parallel_window", None) or 1)
+    window = _given(args, "window", parse_count) or 1
     if ring % window:
-        fits = ", ".join(str(w) for w in range(1, ring + 1) if ring % w == 0)
         raise ValueError(
             f"--accel-context-parallel-window {window}: a window of {window} ranks does not divide the "
-            f"ring of {ring}: use one of {fits}"
+            f"ring of {ring}: use one of {_divisors(ring)}"
         )
 
 

@@ -32,7 +32,7 @@ from accel.layers.attention import mask_kind, packed_starts
 from accel.ops import attention
 from accel.ops._dispatch import log_fallback
 from accel.ops.attention import unsupported_reason
-from accel.patches._attention import dropout_of, scale_of
+from accel.patches._attention import dropout_of, never_served, scale_of
 from accel.patches._kernels import kernel_missing
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
@@ -89,10 +89,8 @@ def forward_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _unserved(
     module: Any, query: Tensor, scale: float, attention_bias: Tensor | None
 ) -> str | None:
-    if attention_bias is not None:
-        return "an attention bias"
-    if module.softmax_offset is not None:
-        return f"softmax_type {module.config.softmax_type} (the softmax has an offset)"
+    if reason := never_served(module, attention_bias):
+        return reason
     if module.attention_dropout.training and module.attention_dropout.p >= 1:
         return "attention dropout of everything"
     return unsupported_reason(query, scale)

@@ -26,18 +26,12 @@ from typing import Any
 from accel.feature import Context, Feature, Setting
 from accel.parallel.schedule.names import INTERLEAVED
 from accel.patches._pipeline import DRIVER, WANTED, measuring, refused
+from accel.patches._settings import whole_number
 from accel.upstream import SUPPORTED_RANGE
 
 
 def parse_count(given: Any) -> int:
-    """A number of forward passes, at least 1."""
-    try:
-        count = int(str(given))
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise ValueError(f"{given!r} is no number of forward passes: give 1 or more")
-    return count
+    return whole_number(given, "forward passes")
 
 
 def _refuses(context: Context) -> str | None:

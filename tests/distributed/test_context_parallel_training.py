@@ -87,9 +87,13 @@ def test_trains_like_one_rank_on_four(layout: str) -> None:
         ),
         (
             "--ulysses-degree-in-cp 2",
-            "--ulysses-degree-in-cp 2 needs --context-parallel-algo hybrid",
+            "--ulysses-degree-in-cp and --context-parallel-algo hybrid_cp_algo",
         ),
-        ("--context-parallel-algo ring", r"'ring': use megatron_cp_algo.*--cp-comm-type"),
+        (
+            "--context-parallel-algo ring",
+            r"--accel-context-parallel-algo: 'ring': use mega.*--cp-comm-type",
+        ),
+        ("--cp-window-size two", "--accel-context-parallel-window: 'two' is no number of ranks"),
         ("--attention-mask-type general", "'general': a split sequence has the mask"),
         ("--context-parallel-kv-cache-policy most", "'most': use none, keys, all, half, full"),
         ("--softmax-type off-by-one", "softmax_type off-by-one"),

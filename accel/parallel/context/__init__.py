@@ -2,15 +2,13 @@
 
 from accel.parallel.context.attention import context_attention
 from accel.parallel.context.documents import documents_of
-from accel.parallel.context.groups import COMM_TYPES, ContextGroups
+from accel.parallel.context.groups import ContextGroups
 from accel.parallel.context.parts import Attention
-from accel.parallel.context.ring import KEPT, Ring, RingSettings, ring_settings
+from accel.parallel.context.ring import Ring, RingSettings, ring_settings
 from accel.parallel.context.ring import switch_on as switch_on_ring
 from accel.parallel.context.zigzag import owners
 
 __all__ = [
-    "COMM_TYPES",
-    "KEPT",
     "Attention",
     "ContextGroups",
     "Ring",

@@ -83,19 +83,19 @@ def context_attention(
     num_tokens = q.shape[0] * groups.size
     bounds = torch.tensor([0, num_tokens], device=q.device) if starts is None else starts
     order = token_order(bounds, num_tokens, groups.size)
-    chunk = bounds.diff() // (2 * groups.num_keys)
+    chunk = bounds.diff() // (2 * groups.ranks_by_keys)
     if attention.dropout and groups.keys is not None and (chunk % QUERIES_DRAWN).any():
         raise ValueError(
             f"context parallelism with attention dropout: chunks of {chunk.tolist()} tokens, and dropout "
             f"needs multiples of {QUERIES_DRAWN}: make each sequence a multiple of "
-            f"{QUERIES_DRAWN * 2 * groups.num_keys}, or --attention-dropout 0"
+            f"{QUERIES_DRAWN * 2 * groups.ranks_by_keys}, or --attention-dropout 0"
         )
     if groups.heads is None:
         return _over_keys(attention, q, k, v, groups, causal, window, starts, documents, ring)
     rank = groups.heads.rank()
-    shares = HeadShares.of(q.shape[-2], k.shape[-2], groups.num_heads)
+    shares = HeadShares.of(q.shape[-2], k.shape[-2], groups.ranks_by_heads)
     across = 0 if groups.keys is None else groups.keys.rank()
-    sorted_here = torch.argsort(order.view(groups.num_keys, -1)[across])
+    sorted_here = torch.argsort(order.view(groups.ranks_by_keys, -1)[across])
     q, k, v = (
         gather_tokens(t, heads, groups.heads).index_select(0, sorted_here)
         for t, heads in ((q, shares.queries), (k, shares.keys), (v, shares.keys))

@@ -50,22 +50,22 @@ class ContextGroups:
 
     @property
     def size(self) -> int:
-        return self.num_heads * self.num_keys
+        return self.ranks_by_heads * self.ranks_by_keys
 
     @property
     def rank(self) -> int:
         """Which of the `size` parts of each sequence this rank holds."""
         within = 0 if self.heads is None else self.heads.rank()
         across = 0 if self.keys is None else self.keys.rank()
-        return across * self.num_heads + within
+        return across * self.ranks_by_heads + within
 
     @property
-    def num_heads(self) -> int:
+    def ranks_by_heads(self) -> int:
         """Ranks that exchange heads."""
         return 1 if self.heads is None else self.heads.size()
 
     @property
-    def num_keys(self) -> int:
+    def ranks_by_keys(self) -> int:
         """Ranks, or groups of such ranks, that share keys."""
         return 1 if self.keys is None else self.keys.size()
 

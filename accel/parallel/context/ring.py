@@ -38,19 +38,21 @@ from accel.parallel.context.parts import Attention, Part
 from accel.parallel.context.zigzag import halves
 
 __all__ = [
-    "KEPT",
     "Block",
+    "Half",
+    "Kept",
     "Ring",
     "RingSettings",
     "blocks_of",
+    "moved",
     "ring_attention",
+    "ring_order",
     "ring_settings",
     "switch_on",
 ]
 
 Half = Literal["first", "second", "both"]
 Kept = Literal["none", "keys", "keys and values"]
-KEPT: tuple[Kept, ...] = ("none", "keys", "keys and values")
 
 
 @dataclass(frozen=True)
