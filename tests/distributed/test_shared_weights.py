@@ -15,6 +15,7 @@ from .against_stock import FreshStore, check_checkpoints, check_training
 from .test_resume import numbers
 from .training import MODEL, SCRIPT
 
+WITHOUT_TIES = Path(__file__).with_name("stock_without_ties.py")
 SHARED, STOCK = ["--accel-shared-weights"], ["--no-accel-shared-weights"]
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 LAYOUTS = {
@@ -57,24 +58,23 @@ def test_each_goes_on_from_the_others_checkpoint(case: str, fresh_store: FreshSt
 
 @pytest.mark.skipif(under_torchrun(), reason="launches its own ranks")
 def test_200_iterations_are_those_of_stock(tmp_path: Path) -> None:
-    """All losses and gradient norms, and every weight; the masters but for the ties that were met."""
-    steps, end = 200, {}
-    for name, switch in (("ours", SHARED), ("stock", STOCK)):
+    """All losses and gradient norms, every weight and every master, bit for bit, beside a stock whose masters
+    move where a rounding is a tie. Sooner or later such a move shows in a weight: a stock whose masters stay
+    would agree only for as long as none does."""
+    steps, end, printed = 200, {}, ""
+    for name, script, switch in (("ours", SCRIPT, SHARED), ("stock", WITHOUT_TIES, STOCK)):
         shape = "--num-layers 1 --global-batch-size 2 --bf16 --ckpt-format torch".split()
         length = ["--train-iters", str(steps), "--save-interval", str(steps)]
         save = ["--save", str(tmp_path / name)]
-        log = launch(1, [str(SCRIPT), *MODEL, *shape, *length, *save, *switch])
-        end[name] = (numbers(log), *saved(tmp_path / name))
+        printed = launch(1, [str(script), *MODEL, *shape, *length, *save, *switch])
+        end[name] = (numbers(printed), *saved(tmp_path / name))
     (log, weights, masters), (expected, stock_weights, stock_masters) = end.values()
     assert log == expected
     assert len(log) == steps
     assert all(map(torch.equal, weights, stock_weights))
-    unlike = sum(int((a != b).sum()) for a, b in zip(masters, stock_masters, strict=True))
-    expected_ties = steps * sum(m.numel() for m in masters) / 2**17
-    print(f"{unlike} masters differ; {expected_ties:.0f} ties are to be expected of random ones")
-    assert 0 < unlike < 2 * expected_ties
-    for a, b in zip(masters, stock_masters, strict=True):
-        assert (a - b).abs().max() <= 2**-22 * b.abs().max()  # of few ties, half a unit each
+    assert all(map(torch.equal, masters, stock_masters))
+    ties = int(printed.rpartition("ties: ")[2])
+    assert 0 < ties < 2 * steps * sum(m.numel() for m in masters) / 2**17
 
 
 def saved(folder: Path) -> tuple[list[Any], list[Any]]:
