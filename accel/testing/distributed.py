@@ -12,9 +12,11 @@ that wants another number of ranks is skipped and says so.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import random
 import socket
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -146,13 +148,20 @@ def fresh_store(request: pytest.FixtureRequest) -> Callable[[], None]:
         store = _agent_store(request.session)
         key = f"accel-testing/{request.node.nodeid}/{next(calls)}"
         if os.environ["RANK"] == "0":
-            with socket.socket() as probe:
-                probe.bind((store.host, 0))
-                store.set(key, str(probe.getsockname()[1]))
+            store.set(key, str(_free_port(store.host)))
         os.environ["MASTER_PORT"] = store.get(key).decode()
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
     return call
+
+
+def _free_port(host: str) -> int:
+    """Below those that the system gives to connections, which might take it before a store listens there."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
 
 
 def _agent_store(session: pytest.Session) -> Any:

@@ -30,6 +30,7 @@ def check_training(
     stock: Sequence[str],
     fresh_store: FreshStore,
     tolerance: float = 0.0,
+    bf16: bool = True,
 ) -> None:
     """Losses and gradient norms under `ours` are those under `stock`; `kind`: of `KINDS`, or ``tied``.
 
@@ -38,8 +39,8 @@ def check_training(
     shown = [f for f in training.MODEL if kind != "tied" or f != UNTIED]
     with mock.patch.object(training, "MODEL", shown):
         model = KINDS.get(kind, [])
-        expected = _run(fresh_store, flags, *model, *stock)
-        found = _run(fresh_store, flags, *model, *ours)
+        expected = _run(fresh_store, flags, *model, *stock, bf16=bf16)
+        found = _run(fresh_store, flags, *model, *ours, bf16=bf16)
     if tolerance:
         for one, other in zip(found, expected, strict=True):
             assert list(map(float, one)) == pytest.approx(list(map(float, other)), rel=tolerance)
@@ -80,10 +81,14 @@ def check_checkpoints(
     assert first != then or all(row == norms[0] for row in norms)
 
 
-def _run(fresh_store: FreshStore, flags: str, *more: str) -> list[tuple[str, str]]:
+def _run(
+    fresh_store: FreshStore, flags: str, *more: str, bf16: bool = True
+) -> list[tuple[str, str]]:
     """Loss and gradient norm of each iteration, on the rank that logs."""
     fresh_store()
-    return numbers(train(["--bf16", "--train-iters", str(ITERATIONS), *flags.split(), *more]))
+    return numbers(
+        train([*["--bf16"] * bf16, "--train-iters", str(ITERATIONS), *flags.split(), *more])
+    )
 
 
 def _logs() -> bool:
