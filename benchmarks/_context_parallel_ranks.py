@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -20,6 +17,7 @@ from accel.parallel.context import Attention, ContextGroups, Ring, context_atten
 from accel.parallel.context.parts import Part
 from accel.testing.bench import OURS
 from benchmarks._ranks import Call, group, in_turn
+from benchmarks._ranks import run as run_ranks
 from benchmarks.context_parallel import (
     ATTENTION,
     GATHERED,
@@ -30,7 +28,6 @@ from benchmarks.context_parallel import (
     SERIAL,
     TRANSFERS,
 )
-from benchmarks.lab.limited import limit
 
 ROUNDS = 7
 BACKWARD = "forward and backward"
@@ -152,22 +149,5 @@ def ring(quick: bool) -> dict[str, Any]:
     return {"shape": sequences.shape, "rounds": rounds, "directions": directions}
 
 
-def main() -> int:
-    whats = {"alone": alone, "transfers": sent, "ring": ring}
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=whats)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--limit", type=float)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    with contextlib.nullcontext() if args.limit is None else limit(args.limit):
-        found = whats[args.what](args.quick)
-    print(json.dumps(found), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_ranks({"alone": alone, "transfers": sent, "ring": ring}))

@@ -1,16 +1,45 @@
-"""What the ranks of a benchmark share: calls that are timed together, in turn."""
+"""What the ranks of a benchmark share: their program, and calls that are timed together, in turn."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import json
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Call", "group", "in_turn", "timed"]
+from benchmarks.lab.limited import limit
+
+__all__ = ["Call", "group", "in_turn", "run", "timed"]
 
 Call = Callable[[], object]
+
+
+def run(whats: Mapping[str, Callable[[bool], dict[str, Any]]], begin: Call = lambda: None) -> int:
+    """A rank's program as :class:`benchmarks.lab.link.Link` starts it.
+
+    Args:
+        whats: what it can do, `quick` or not; rank 0 prints what that finds.
+        begin: once there is a process group.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=whats)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--limit", type=float)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    begin()
+    with contextlib.nullcontext() if args.limit is None else limit(args.limit):
+        found = whats[args.what](args.quick)
+    print(json.dumps(found), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
 
 
 def group() -> dist.ProcessGroup:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import json
 import logging
 import statistics
 import sys
@@ -23,9 +21,8 @@ from accel.parallel.collectives import gather_rows, reduce_scatter_rows
 from accel.parallel.linear import Layout, parallel_linear
 from accel.parallel.overlap import Overlap
 from accel.parallel.overlapped_linear import FORMS
-from benchmarks._ranks import Call, group, in_turn, timed
+from benchmarks._ranks import Call, group, in_turn, run, timed
 from benchmarks._tp_overlap_trace import recorded
-from benchmarks.lab.limited import limit
 from benchmarks.tp_overlap import AUTO, COLLECTIVES, NUMBERS, PRODUCTS, RANKS, SERIAL, STOCK
 
 Layer = Callable[[Overlap | None], Call]
@@ -313,33 +310,20 @@ def enabled(options: Mapping[str, Any]) -> Iterator[None]:
         accel.enable(preset="off", **NORMS)
 
 
-def main() -> int:
-    whats = {
+def begin() -> None:
+    logging.disable(logging.INFO)
+    accel.enable(preset="off", **NORMS)
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
+
+
+if __name__ == "__main__":
+    WHATS = {
         "products": products,
         "layers": layers,
         "gpt-products": gpt_products,
         "gpt": gpt,
         "trace": trace,
     }
-    parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=whats)
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--limit", type=float)
-    args = parser.parse_args()
-    logging.disable(logging.INFO)
-    torch.set_num_threads(1)
-    accel.enable(preset="off", **NORMS)
-    from megatron.core import parallel_state
-
-    dist.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
-    with contextlib.nullcontext() if args.limit is None else limit(args.limit):
-        found = whats[args.what](args.quick)
-    print(json.dumps(found), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(WHATS, begin))

@@ -41,9 +41,10 @@ class Link:
         """What rank 0 found, and the link; `payload`: bytes of messages per second, None for full speed."""
         command = ["-m", self.module, *what, *["--quick"] * quick]
         kind = "full speed"
-        if payload is not None and self.hosts is not None:
-            self.hosts.shape(payload / PAYLOAD)
-            kind = f"{self.hosts.kind} of {payload / PAYLOAD / 1e6:.1f} MB/s"
+        if self.hosts is not None:
+            self.hosts.shape(None if payload is None else payload / PAYLOAD)
+            if payload is not None:
+                kind = f"{self.hosts.kind} of {payload / PAYLOAD / 1e6:.1f} MB/s"
         elif payload is not None:
             command.append(f"--limit={payload}")
             kind = f"{Limit.kind} of {payload / 1e6:.1f} MB/s ({self.why})"

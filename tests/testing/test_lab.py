@@ -17,6 +17,7 @@ import pytest
 from accel.testing.distributed import under_torchrun
 from benchmarks.lab import launch, network
 from benchmarks.lab.__main__ import table
+from benchmarks.lab.link import Link
 from benchmarks.lab.probe import Measured, measure
 
 pytestmark = pytest.mark.skipif(under_torchrun(), reason="launches its own ranks")
@@ -109,6 +110,17 @@ def test_no_rate() -> None:
     assert network.shape_command("there", None)[-1] == "noqueue"
     with pytest.raises(ValueError, match="at least 1"):
         network.shape_command("there", 0)
+
+
+def test_full_speed_after_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(network, "_call", lambda command: called.append(command[-1]))
+    monkeypatch.setattr(launch, "run", lambda *_: ["{}"])
+    link = Link("nothing", 2, network.Network("accel-lab-7-0", 2), None)
+    assert link.run(["x"], True, 1e6)[1] == "shaped veth (tbf) of 1.0 MB/s"
+    assert called == [str(network.QUEUE_BYTES)] * 2
+    assert link.run(["x"], True)[1] == "full speed"
+    assert called[2:] == ["noqueue"] * 2
 
 
 def test_leftovers_are_those_of_dead_processes() -> None:
