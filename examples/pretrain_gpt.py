@@ -157,8 +157,11 @@ def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None
 train_valid_test_datasets_provider.is_distributed = True
 
 
-if __name__ == "__main__":
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+def main(extra_args_provider=None):
+    """Train; ``extra_args_provider(parser)`` may add flags to Megatron's parser and set defaults."""
+    args = parse_and_validate_args(
+        extra_args_provider, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
+    )
     pretrain(
         pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
         train_valid_test_datasets_provider,
@@ -166,3 +169,7 @@ if __name__ == "__main__":
         forward_step,
         get_embedding_ranks=get_embedding_ranks,
     )
+
+
+if __name__ == "__main__":
+    main()

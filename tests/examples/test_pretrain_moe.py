@@ -1,0 +1,85 @@
+"""``examples/pretrain_moe.py`` learns, and two ranks that share its experts lose what one rank does.
+
+Layouts differ in the order of fp32 sums only: as in ``tests/distributed/test_layouts.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from accel.testing.distributed import launch
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_moe.py"
+ITERATIONS = 10
+RELATIVE_TOLERANCE = 1e-5
+
+ATTENTIONS = {
+    "latent": "",
+    "grouped_local": "--group-query-attention --transformer-impl local",
+}
+LAYOUTS = {
+    "ep2": "--expert-model-parallel-size 2",
+    # the tensor-parallel ranks of attention hold other experts each
+    "tp2_sp_ep2": "--tensor-model-parallel-size 2 --sequence-parallel"
+    " --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+}
+
+_LOSSES = re.compile(r"iteration\s+\d+/.*lm loss: (\S+) .*seq_load_balancing_loss: (\S+) ")
+
+
+@dataclass(frozen=True)
+class OneRank:
+    flags: list[str]
+    """The model, and the weights to start from."""
+    first_losses: np.ndarray
+    """Of the run that made these weights."""
+    losses: np.ndarray
+    """Of one that starts from them."""
+
+
+@pytest.fixture(scope="module", params=ATTENTIONS)
+def one_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OneRank:
+    checkpoint = str(tmp_path_factory.mktemp("checkpoint"))
+    flags = ATTENTIONS[request.param].split()
+    save = f"--save-interval {ITERATIONS} --no-save-optim --no-save-rng --save {checkpoint}"
+    first = losses(pretrain(1, [*flags, *save.split()]))
+    flags += ["--load", checkpoint, "--finetune", "--no-load-optim", "--no-load-rng"]
+    return OneRank(flags, first, losses(pretrain(1, flags)))
+
+
+def test_learns(one_rank: OneRank) -> None:
+    assert_learns(one_rank.first_losses)
+    assert_learns(one_rank.losses)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_train_like_one(one_rank: OneRank, layout: str) -> None:
+    found = losses(pretrain(2, [*one_rank.flags, *LAYOUTS[layout].split()]))
+    assert found == pytest.approx(one_rank.losses, rel=RELATIVE_TOLERANCE)
+
+
+def test_the_command_line_wins() -> None:
+    flags = "--train-iters 1 --num-experts 8 --no-moe-shared-expert-overlap"
+    shown = dict(re.findall(r"^  (\w+) \.+ (.*)$", pretrain(1, flags.split()), re.MULTILINE))
+    assert shown["num_experts"] == "8"
+    assert shown["moe_shared_expert_overlap"] == "False"
+    assert shown["moe_grouped_gemm"] == "True"
+
+
+def pretrain(ranks: int, flags: list[str]) -> str:
+    return launch(ranks, [str(SCRIPT), "--mock-data", *flags])
+
+
+def losses(output: str) -> np.ndarray:
+    """[iteration, 2]: the language model's and the router's, as Megatron logs them."""
+    return np.array(_LOSSES.findall(output), float)
+
+
+def assert_learns(losses: np.ndarray) -> None:
+    assert losses.shape == (ITERATIONS, 2)
+    assert losses[-1, 0] < 0.75 * losses[0, 0]
