@@ -3,12 +3,13 @@ is still to be waited for."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Transfer", "gather_rows", "reduce_scatter_rows"]
+__all__ = ["Messages", "Transfer", "gather_rows", "reduce_scatter_rows"]
 
 
 def gather_rows(
@@ -27,6 +28,43 @@ def reduce_scatter_rows(
     x = x.contiguous()
     out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     return out, dist.reduce_scatter_tensor(out, x, group=group, async_op=async_op)
+
+
+class Messages:
+    """Tensors to and from ranks of a group; between two ranks they arrive in the order of sending.
+
+    Args:
+        sends: contiguous, and the rank that each goes to; not to be changed before `wait_sent`.
+        receives: contiguous, to be written, and the rank that each comes from.
+    """
+
+    def __init__(
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+        group: dist.ProcessGroup,
+    ) -> None:
+        ops = [dist.P2POp(dist.isend, tensor, group=group, group_peer=to) for tensor, to in sends]
+        ops += [
+            dist.P2POp(dist.irecv, into, group=group, group_peer=source)
+            for into, source in receives
+        ]
+        works: list[Any] = dist.batch_isend_irecv(ops) if ops else []
+        one_for_all = len(works) < len(ops)
+        self._sent = [] if one_for_all and receives else works[: len(sends)]
+        self._received = works if one_for_all and receives else works[len(sends) :]
+        self._kept = sends
+
+    def wait_received(self) -> None:
+        for work in self._received:
+            work.wait()
+        self._received = []
+
+    def wait_sent(self) -> None:
+        """After all was received: a backend may have one work for everything."""
+        for work in self._sent:
+            work.wait()
+        self._sent, self._kept = [], []
 
 
 class Transfer:
@@ -49,26 +87,23 @@ class Transfer:
         ranks, me = group.size(), group.rank()
         to = (me + 1) % ranks if to is None else to
         source = (me - 1) % ranks if source is None else source
-        self._outgoing, self._into = outgoing, into
-        ops = []
-        if outgoing is not None:
-            ops.append(dist.P2POp(dist.isend, outgoing, group=group, group_peer=to))
-        if into is not None:
-            ops.append(dist.P2POp(dist.irecv, into, group=group, group_peer=source))
-        self._works: list[Any] = dist.batch_isend_irecv(ops) if ops else []
+        self._into = into
+        self._messages = Messages(
+            [] if outgoing is None else [(outgoing, to)],
+            [] if into is None else [(into, source)],
+            group,
+        )
 
     @property
     def receives(self) -> bool:
         return self._into is not None
 
     def wait_received(self) -> None:
-        if self._into is not None:
-            self._works[-1].wait()
+        self._messages.wait_received()
 
     def wait_sent(self) -> None:
-        """After it was received: the backend has one work for both, or one for each."""
-        for sent in self._works if self._into is None else self._works[:-1]:
-            sent.wait()
+        """After it was received."""
+        self._messages.wait_sent()
 
     def received(self) -> Tensor:
         """What came.

@@ -47,6 +47,10 @@ ALIASES = {
     "--context-parallel-kv-cache-interval": "--accel-context-parallel-keep-interval",
     "--context-parallel-cache-interval": "--accel-context-parallel-keep-interval",
     "--attention-mask-type": "--accel-context-parallel-mask-type",
+    "--moe-tp-extend-ep": "--accel-moe-tp-extend-ep",
+    "--moe-alltoall-overlap-comm": "--accel-moe-overlap",
+    "--balanced-moe-experts": "--accel-hot-experts",
+    "--balanced-moe-hot-expert-num": "--accel-hot-experts-number",
     "--accel-tp-chunks": "--accel-tp-overlap-chunks",
 }
 """MindSpeed's spelling -> ours, for every MindSpeed feature that accel has; and a short one of our own."""
@@ -170,7 +174,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         own = next((s for s in f.settings if not s.name), None)
         takes: dict[str, Any] = {"action": "store_true", "default": None}
         if own is not None:
-            takes = {"nargs": "*" if own.many else None, "metavar": own.metavar}
+            optional = {"nargs": "?", "const": True} if own.default is not None else {}
+            takes = {"metavar": own.metavar, **({"nargs": "*"} if own.many else optional)}
         group.add_argument(*_spellings(f.flag), dest=dest, help=f.summary, **takes)
         for s in f.settings:
             if s.name:

@@ -348,10 +348,10 @@ def build_specs_again() -> Callable[[], None]:
 
 
 def prepare(context: Context) -> list[str]:
-    """A line for what is done in another way than was asked for.
+    """Changes nothing.
 
     Raises:
-        ValueError: accel's layers cannot do it at all; so before anything is built.
+        ValueError: accel's layers cannot do what is asked for; so before anything is built.
     """
     args = context.args
     if te_installed() or getattr(args, "transformer_impl", None) != "transformer_engine":
@@ -362,9 +362,6 @@ def prepare(context: Context) -> list[str]:
                 f"--{name}-format {getattr(args, name)}: FP8 and FP4 need Transformer Engine; accel's "
                 "layers compute in fp32, bf16 and fp16 so far"
             )
-    ring = any("p2p" in how for how in getattr(args, "cp_comm_type", None) or [])
-    if ring and getattr(args, "context_parallel_size", 1) > 1:
-        return ["--cp-comm-type p2p: keys and values are gathered, there is no ring yet"]
     return []
 
 

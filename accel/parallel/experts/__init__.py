@@ -1,0 +1,1 @@
+"""Mixture-of-experts layers over several ranks: loads, plans and exchanges."""

@@ -1,0 +1,345 @@
+"""A mixture of experts over an expert-parallel group, its rows under way while others are computed.
+
+    forward    rows go to their experts' ranks     beside it: what the caller has, half of the own rows
+               results come home, slice by slice   the slices after it, the other half of the own rows
+    backward   gradients of results go out         what the caller has, half of the own rows
+               gradients of rows come home         the slices after it, the other half, all weights' gradients
+
+Letters     P  rows of this rank, one for each choice of each token, those of expert 0 first;   H  hidden
+Copies      of an expert on a rank that does not own it (`plan.Copy`): the weights come there instead of that
+            rank's rows going to the owner, and their gradients go back and are added there. The routing is
+            the same, so the results are.
+Bits        rows have those of the products of their piece. A weight's gradient is one product over all rows
+            on its owner in the order of their ranks, as it is without overlap; those of rows that copies took
+            are added to it, in the order of ranks.
+Memory      what autograd keeps of each piece anyway; copies, until the backward has used them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accel.ops import grouped_gemm
+from accel.ops.grouped_gemm import accumulate_wgrad
+from accel.parallel.collectives import Messages
+from accel.parallel.experts.journey import Journey
+from accel.parallel.experts.traffic import Piece, Traffic
+from accel.parallel.linear import main_grad_of, weight_gradient_added
+
+__all__ = ["Experts", "routed_experts"]
+
+Product = Callable[[Tensor], Tensor]
+"""Rows times the matrices of their experts."""
+Pair = tuple[list[Tensor], list[Tensor]]
+"""Something of the first layer, something of the second."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of this rank.
+
+    Args:
+        mlp: `(x [T, H], probs [T], counts [n], first, second) -> [T, H]`, of the rows of n experts; `first`
+            and `second` are the products with their first and second matrices.
+        weights: of the first and of the second layer, a matrix `[N, K]` for each expert.
+        into_main_grad: whether their gradients are added to `weight.main_grad`.
+    """
+
+    mlp: Callable[[Tensor, Tensor, Tensor, Product, Product], Tensor]
+    weights: Pair
+    into_main_grad: bool = False
+
+
+def routed_experts(
+    x: Tensor,
+    probs: Tensor,
+    traffic: Traffic,
+    group: dist.ProcessGroup,
+    experts: Experts,
+    beside: Callable[[Tensor], Tensor] | None = None,
+    beside_input: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Send rows to their experts, compute them, and bring the results home.
+
+    Args:
+        x: `[P, H]`, this rank's rows, expert after expert as `traffic` counts them.
+        probs: `[P]`, what the experts' MLP multiplies each row by.
+        group: the expert-parallel group, a rank for each row of the counts.
+        experts: those of this rank.
+        beside: done while rows are under way, on `beside_input`: the shared experts. So is its backward,
+            in which its parameters get their gradients.
+
+    Returns:
+        `[P, H]`, each row's result in its place, and what `beside` gave.
+
+    Raises:
+        ValueError: counts that do not fit the group, x or probs.
+    """
+    rows = sum(traffic.mine)
+    if len(traffic.counts) != group.size() or traffic.rank != group.rank():
+        raise ValueError(
+            f"routed_experts: counts of {len(traffic.counts)} ranks as rank {traffic.rank} sees them, in a "
+            f"group of {group.size()} on rank {group.rank()}"
+        )
+    if x.ndim != 2 or x.shape[0] != rows or probs.shape != (rows,):
+        raise ValueError(
+            f"routed_experts: x must be [{rows}, H] and probs [{rows}] by the counts of rank {traffic.rank}, "
+            f"got {list(x.shape)} and {list(probs.shape)}"
+        )
+    run = _Run(traffic, group, experts, beside, keep=torch.is_grad_enabled())
+    return _Routed.apply(x, probs, beside_input, run, *experts.weights[0], *experts.weights[1])
+
+
+class _Routed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, probs: Tensor, beside_input: Tensor | None, run: _Run, *weights: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.run = run
+        return run.forward(x, probs, beside_input)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        run, ctx.run = ctx.run, None
+        if run is None:
+            raise RuntimeError("routed_experts: a second backward pass through the same graph")
+        dx, dprobs, beside_dx, dws = run.backward(grads[0].contiguous(), grads[1])
+        return dx, dprobs, beside_dx, None, *dws
+
+
+class _Product(torch.autograd.Function):
+    """Rows times the matrices of their experts; what the matrices' gradients are made of is left."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, counts: Tensor, weights: list[Tensor], left: list[Tensor]
+    ) -> Tensor:
+        ctx.weights, ctx.left = weights, left
+        ctx.save_for_backward(x, counts)
+        return grouped_gemm(x, weights, counts, transpose_b=True)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, counts = ctx.saved_tensors
+        ctx.left += [grads[0], x]
+        return grouped_gemm(grads[0], ctx.weights, counts), None, None, None
+
+
+class _Computed:
+    """A piece with its rows, and the graph that its backward goes through."""
+
+    def __init__(self, piece: Piece, x: Tensor, probs: Tensor, weights: Pair) -> None:
+        self.piece, self.weights, self.counts = piece, weights, piece.counts()
+        self.x, self.probs = x.detach().requires_grad_(), probs.detach().requires_grad_()
+        self.left: Pair = ([], [])
+        """Of each layer: dy and x."""
+
+    def forward(self, mlp: Callable[..., Tensor], keep: bool) -> Tensor:
+        if not self.piece.blocks:
+            return self.x.detach()
+        first, second = map(self._product, self.weights, self.left)
+        with torch.set_grad_enabled(keep):
+            self.y = mlp(self.x, self.probs, self.counts, first, second)
+        return self.y.detach().contiguous()
+
+    def _product(self, weights: list[Tensor], left: list[Tensor]) -> Product:
+        return lambda x: _Product.apply(x, self.counts, weights, left)
+
+    def backward(self, dy: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.piece.blocks:
+            return dy, self.probs.detach()
+        dx, dprobs = torch.autograd.grad(self.y, (self.x, self.probs), dy)
+        del self.y, self.x
+        return dx.contiguous(), dprobs
+
+
+class _Run:
+    """One forward of one layer, and its backward.
+
+    Args:
+        keep: whether there may be a backward.
+    """
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        group: dist.ProcessGroup,
+        experts: Experts,
+        beside: Callable[[Tensor], Tensor] | None,
+        keep: bool,
+    ) -> None:
+        self.traffic, self.group, self.experts = traffic, group, experts
+        self.beside, self.keep = beside, keep
+
+    def forward(
+        self, x: Tensor, probs: Tensor, beside_input: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        x, probs = x.detach().contiguous(), probs.detach().contiguous()
+        y = torch.empty_like(x)
+        journey = Journey(self.traffic, self.group, x, y, probs)
+        borrowed, weights = self._borrow()
+        journey.ask()
+        beside_y = self._beside_forward(beside_input)
+        self.own = [self._here(piece, self._own(piece), x, probs) for piece in self.traffic.own()]
+        self._compute(self.own[0], y)
+        scalars = journey.arrived_scalars()
+        self.arriving = []
+        for index, piece in enumerate(journey.pieces):
+            rows = journey.arrived(index)
+            self.arriving.append(_Computed(piece, rows, scalars[index], self._own(piece)))
+            journey.send_home(index, self.arriving[index].forward(self.experts.mlp, self.keep))
+        borrowed.wait_received()
+        guests = zip(self.traffic.guests(), weights, strict=True)
+        self.guests = [self._here(*guest, x, probs) for guest in guests]
+        for computed in (*self.guests, self.own[1]):
+            self._compute(computed, y)
+        journey.wait()
+        borrowed.wait_sent()
+        return y, beside_y
+
+    def backward(
+        self, dy: Tensor, beside_dy: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor | None]]:
+        dx = torch.empty_like(dy)
+        dprobs = self.own[0].probs.new_empty(dy.shape[0])
+        journey = Journey(self.traffic, self.group, dy, dx)
+        journey.ask()
+        beside_dx = self._beside_backward(beside_dy)
+        self._differentiate(self.own[0], dy, dx, dprobs)
+        scalars = []
+        for index, computed in enumerate(self.arriving):
+            rows, of_probs = computed.backward(journey.arrived(index))
+            journey.send_home(index, rows)
+            scalars.append(of_probs)
+        home = journey.send_scalars_home(scalars, dprobs)
+        for guest in self.guests:
+            self._differentiate(guest, dy, dx, dprobs)
+        returned, gradients = self._give_back()
+        self._differentiate(self.own[1], dy, dx, dprobs)
+        dws = self._weight_gradients(returned, gradients)
+        home()
+        journey.wait()
+        returned.wait_sent()
+        return dx, dprobs, beside_dx, dws
+
+    def _beside_forward(self, x: Tensor | None) -> Tensor | None:
+        if self.beside is None or x is None:
+            return None
+        self.beside_input = x.detach().requires_grad_()
+        with torch.set_grad_enabled(self.keep):
+            self.beside_y = self.beside(self.beside_input)
+        return self.beside_y.detach()
+
+    def _beside_backward(self, dy: Tensor | None) -> Tensor | None:
+        if self.beside is None or dy is None:
+            return None
+        torch.autograd.backward([self.beside_y], [dy])
+        dx = self.beside_input.grad
+        del self.beside_y, self.beside_input
+        return dx
+
+    def _here(self, piece: Piece, weights: Pair, x: Tensor, probs: Tensor) -> _Computed:
+        """Rows of this rank, which lie together."""
+        rows = self._rows(piece)
+        return _Computed(piece, x[rows], probs[rows], weights)
+
+    def _rows(self, piece: Piece) -> slice:
+        if not piece.blocks:
+            return slice(0)
+        first, last = piece.blocks[0], piece.blocks[-1]
+        return slice(self.traffic.rows(first.expert).start, self.traffic.rows(last.expert).stop)
+
+    def _compute(self, here: _Computed, y: Tensor) -> None:
+        y[self._rows(here.piece)] = here.forward(self.experts.mlp, self.keep)
+
+    def _differentiate(self, here: _Computed, dy: Tensor, dx: Tensor, dprobs: Tensor) -> None:
+        rows = self._rows(here.piece)
+        dx[rows], dprobs[rows] = here.backward(dy[rows])
+
+    def _own(self, piece: Piece) -> Pair:
+        first, second = (
+            [weights[self._local(e)].detach() for e in piece.experts]
+            for weights in self.experts.weights
+        )
+        return first, second
+
+    def _local(self, expert: int) -> int:
+        return expert - self.traffic.owned(self.traffic.rank).start
+
+    def _borrow(self) -> tuple[Messages, list[Pair]]:
+        """Lend the copies of this rank's experts; what is under way, and the guests' matrices."""
+        layers = [[w.detach() for w in weights] for weights in self.experts.weights]
+        sends = [(w[self._local(c.expert)], c.rank) for c in self.traffic.lent() for w in layers]
+        guests: list[Pair] = [
+            ([torch.empty_like(layers[0][0])], [torch.empty_like(layers[1][0])])
+            for _ in self.traffic.guests()
+        ]
+        owners = [self.traffic.owner(piece.experts[0]) for piece in self.traffic.guests()]
+        receives = [(w[0], q) for pair, q in zip(guests, owners, strict=True) for w in pair]
+        return Messages(sends, receives, self.group), guests
+
+    def _give_back(self) -> tuple[Messages, list[Tensor]]:
+        """Send the gradients of the guests' matrices; what is under way, and those of the copies that were
+        lent, of each copy the first layer's and the second's."""
+        sends = []
+        for guest in self.guests:
+            owner = self.traffic.owner(guest.piece.experts[0])
+            for dy, x in guest.left:
+                dw = self._gradient(0).new_zeros(dy.shape[1], x.shape[1])
+                accumulate_wgrad(dy, x, guest.counts, [dw], transpose_b=True)
+                sends.append((dw, owner))
+        layers = [self._gradient(layer) for layer in range(2)]
+        lent = [(torch.empty_like(g), c.rank) for c in self.traffic.lent() for g in layers]
+        return Messages(sends, lent, self.group), [gradient for gradient, _ in lent]
+
+    def _gradient(self, layer: int) -> Tensor:
+        """What a gradient of the layer's matrices is added to, or one like it."""
+        weight = self.experts.weights[layer][0]
+        return main_grad_of(weight) if self.experts.into_main_grad else weight.detach()
+
+    def _weight_gradients(
+        self, returned: Messages, gradients: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Of the first layer's matrices, then of the second's."""
+        found = [self._sums(layer) for layer in range(2)]
+        returned.wait_received()
+        lent = iter(gradients)
+        for copy in self.traffic.lent():
+            for sums in found:
+                sums[self._local(copy.expert)].add_(next(lent))
+        if not self.experts.into_main_grad:
+            return [*found[0], *found[1]]
+        return [weight_gradient_added(w) for weights in self.experts.weights for w in weights]
+
+    def _sums(self, layer: int) -> list[Tensor]:
+        """Of each matrix of a layer, over the rows that were computed here; or the main gradients that they
+        were added to."""
+        weights = self.experts.weights[layer]
+        parts = [
+            (block, dy[rows], x[rows])
+            for computed in (*self.own, *self.arriving)
+            for block, rows in computed.piece.places()
+            for dy, x in [computed.left[layer]]
+        ]
+        parts.sort(key=lambda part: part[0])
+        owned = self.traffic.owned(self.traffic.rank)
+        rows_of = dict.fromkeys(owned, 0)
+        for block, *_ in parts:
+            rows_of[block.expert] += block.rows
+        counts = torch.tensor(list(rows_of.values()))
+        dy, x = (weights[0].new_empty(0, size) for size in weights[0].shape)
+        if parts:
+            dy, x = torch.cat([dy for _, dy, _ in parts]), torch.cat([x for *_, x in parts])
+        if self.experts.into_main_grad:
+            main_grads = [main_grad_of(w) for w in weights]
+            accumulate_wgrad(dy, x, counts, main_grads, transpose_b=True)
+            return main_grads
+        return list(torch.ops.accel.grouped_gemm_wgrad(dy, x, counts, True).unbind(0))

@@ -1,0 +1,150 @@
+"""Rows that go to their experts' ranks slice by slice, and what comes home in their places.
+
+Order      between two ranks: the scalars and the rows of all slices, then whatever else the caller sends,
+           then what comes home, slice after slice. Every rank keeps it.
+Waiting    On a host, all that is to come is asked for at once, so that nobody waits for a slower rank to ask.
+           On devices each slice's homecoming is a step in which all ranks send and receive, as a stream takes
+           one step after the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accel.parallel.collectives import Messages
+from accel.parallel.experts.traffic import Traffic
+
+__all__ = ["Journey"]
+
+Message = tuple[Tensor, int]
+
+
+class Journey:
+    """Of the rows of one rank and of those that come to it; the rows set out at once.
+
+    Args:
+        rows: `[P, H]`, contiguous; this rank's.
+        home: `[P, H]`, contiguous; where what comes home is put. Rows that do not travel are left alone.
+        scalars: `[P]`, one for each row, that go with it; None: only rows do.
+    """
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        group: dist.ProcessGroup,
+        rows: Tensor,
+        home: Tensor,
+        scalars: Tensor | None = None,
+    ) -> None:
+        self.traffic, self.group, self.home = traffic, group, home
+        self.slices = range(traffic.slices)
+        self.pieces = [traffic.arriving(index) for index in self.slices]
+        self._came = [rows.new_empty(piece.rows, rows.shape[1]) for piece in self.pieces]
+        self._messages: list[Messages] = []
+        if scalars is not None:
+            self._scalars = [scalars.new_empty(piece.rows) for piece in self.pieces]
+            self._with = {q: scalars.new_empty(n) for q, n in self._number_from().items()}
+            out = [(torch.cat([scalars[r] for r in rs]), q) for q, rs in self._places_of().items()]
+            self._scalars_out = self._post(out, [(into, q) for q, into in self._with.items()])
+        self._out = [self._post(self._leaving(rows, i), self._into(i)) for i in self.slices]
+        self._asked = rows.device.type == "cpu"
+
+    def ask(self) -> None:
+        """Before anything is sent home: ask for all that comes home here."""
+        if self._asked:
+            for index in self.slices:
+                self._post([], self._leaving(self.home, index))
+
+    def arrived(self, index: int) -> Tensor:
+        """The rows of a piece."""
+        self._out[index].wait_received()
+        return self._came[index]
+
+    def arrived_scalars(self) -> list[Tensor]:
+        """Those that came with the rows of each piece."""
+        self._scalars_out.wait_received()
+        for source, came in self._with.items():
+            parts = self._parts_of(self._scalars, source)
+            for part, here in zip(parts, came.split([len(p) for p in parts]), strict=True):
+                part.copy_(here)
+        return self._scalars
+
+    def send_home(self, index: int, results: Tensor) -> None:
+        """`results`: a row for each of the piece, contiguous."""
+        places = self.pieces[index].places()
+        sends = [(results[rows], block.source) for block, rows in places]
+        self._post(sends, [] if self._asked else self._leaving(self.home, index))
+
+    def send_scalars_home(self, scalars: Sequence[Tensor], home: Tensor) -> Callable[[], None]:
+        """After all rows: one for each row of each piece, into their places in `home` `[P]`.
+
+        Returns what waits for those that come home here and puts them into their places.
+        """
+        sends = [(torch.cat(self._parts_of(scalars, q)), q) for q in self._number_from()]
+        places = self._places_of()
+        sizes = {q: [rows.stop - rows.start for rows in of] for q, of in places.items()}
+        into = {q: home.new_empty(sum(of)) for q, of in sizes.items()}
+        messages = self._post(sends, [(came, q) for q, came in into.items()])
+
+        def put() -> None:
+            messages.wait_received()
+            for q, came in into.items():
+                for rows, part in zip(places[q], came.split(sizes[q]), strict=True):
+                    home[rows] = part
+
+        return put
+
+    def wait(self) -> None:
+        """Until all is home, and nothing that was given here is read any more."""
+        for messages in self._messages:
+            messages.wait_received()
+            messages.wait_sent()
+
+    def _post(self, sends: list[Message], receives: list[Message]) -> Messages:
+        self._messages.append(Messages(sends, receives, self.group))
+        return self._messages[-1]
+
+    def _leaving(self, rows: Tensor, index: int) -> list[Message]:
+        """Of this rank's rows, those that go to a slice of the others' experts."""
+        traffic = self.traffic
+        return [
+            (rows[traffic.rows(expert)], rank)
+            for rank in traffic.peers
+            for expert in traffic.leaving(rank, index)
+        ]
+
+    def _into(self, index: int) -> list[Message]:
+        """Where the rows of a piece are put."""
+        places = self.pieces[index].places()
+        return [(self._came[index][rows], block.source) for block, rows in places]
+
+    def _places_of(self) -> dict[int, list[slice]]:
+        """Rank -> which of this rank's rows go there, in the order of slices."""
+        traffic = self.traffic
+        found = {
+            q: [traffic.rows(e) for i in self.slices for e in traffic.leaving(q, i)]
+            for q in traffic.peers
+        }
+        return {rank: places for rank, places in found.items() if places}
+
+    def _parts_of(self, of_pieces: Sequence[Tensor], source: int) -> list[Tensor]:
+        """What belongs to rows of one rank, in the order in which it sent them."""
+        return [
+            values[rows]
+            for values, piece in zip(of_pieces, self.pieces, strict=True)
+            for block, rows in piece.places()
+            if block.source == source
+        ]
+
+    def _number_from(self) -> dict[int, int]:
+        """Rank -> how many of its rows come here."""
+        rows = Counter[int]()
+        for piece in self.pieces:
+            for block in piece.blocks:
+                rows[block.source] += block.rows
+        return dict(sorted(rows.items()))

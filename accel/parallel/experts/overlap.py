@@ -1,0 +1,200 @@
+"""How the MoE layers of this process send their rows: in how many slices, and with which experts copied.
+
+    price    rows of work that a copy of an expert must save: how long its matrices take to come, and their
+             gradients to go back, by how long a row takes in its forward and backward. Both are measured once
+             for each size of expert, on the slowest rank; a price that is given is taken instead
+
+A copy travels beside other work, so the price is the most that it can cost. Ranks plan alike: from the same
+counts and the same price.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accel.parallel.collectives import Messages
+from accel.parallel.experts import load
+from accel.parallel.experts.exchange import Experts
+from accel.parallel.experts.plan import Copy, plan_copies, rank_loads
+from accel.parallel.experts.traffic import Traffic
+
+__all__ = ["Cost", "HotExperts", "Overlap", "copy_hot_experts", "current", "switch_on"]
+
+logger = logging.getLogger("accel")
+
+_ROWS, _REPEATS = 64, 5
+
+
+class Cost(NamedTuple):
+    """In seconds, forward and backward."""
+
+    copy: float
+    """Of an expert."""
+    row: float
+
+
+class HotExperts:
+    """Which experts are copied.
+
+    Args:
+        most: of a layer, for each micro-batch.
+        price: see above; None: it is measured.
+    """
+
+    def __init__(self, most: int, price: float | None = None) -> None:
+        self.most, self.given = most, price
+        self.costs: dict[tuple[object, ...], Cost] = {}
+
+    def copies(
+        self, counts: Sequence[Sequence[int]], group: dist.ProcessGroup, experts: Experts
+    ) -> frozenset[Copy]:
+        """All ranks of the group ask alike: it may measure, for which each needs the others."""
+        owners = owners_of(counts)
+        return frozenset(plan_copies(counts, owners, self.most, self.price(group, experts)))
+
+    def price(self, group: dist.ProcessGroup, experts: Experts) -> float:
+        if self.given is not None:
+            return self.given
+        cost = self.cost(group, experts)
+        return cost.copy / cost.row
+
+    def cost(self, group: dist.ProcessGroup, experts: Experts) -> Cost:
+        """Measured once; all ranks of the group ask alike."""
+        shapes = [weights[0].shape for weights in experts.weights]
+        key = (group.group_name, *shapes, experts.weights[0][0].dtype)
+        if key not in self.costs:
+            self.costs[key] = cost = measured_cost(group, experts)
+            if self.given is None:
+                logger.info(
+                    "hot_experts: a copy of an expert costs what %.0f rows do; "
+                    "--accel-hot-experts-price %.0f takes that without measuring",
+                    cost.copy / cost.row,
+                    cost.copy / cost.row,
+                )
+        return self.costs[key]
+
+    def note(
+        self, layer: int, traffic: Traffic, group: dist.ProcessGroup, experts: Experts
+    ) -> None:
+        """Tell the load report, if there is one, what the copies of a micro-batch do."""
+        if not load.ON or load.computing_again() or not traffic.copies:
+            return
+        owners = owners_of(traffic.counts)
+        before = rank_loads(traffic.counts, owners)
+        after = rank_loads(traffic.counts, owners, traffic.copies)
+        ends = Counter(rank for copy in traffic.copies for rank in (owners[copy.expert], copy.rank))
+        weights = [of[0] for of in experts.weights]
+        each = sum(w.nbytes + _gradient_bytes(w, experts) for w in weights)
+        cost = self.cost(group, experts)
+        saved = cost.row * (max(before) - max(after)) - cost.copy * max(ends.values())
+        load.note_copies(layer, before, after, each * len(traffic.copies), saved)
+
+
+def owners_of(counts: Sequence[Sequence[int]]) -> list[int]:
+    """The ranks of the experts: as many each, in order."""
+    ranks, num_experts = len(counts), len(counts[0])
+    return [e * ranks // num_experts for e in range(num_experts)]
+
+
+def _gradient_bytes(weight: Tensor, experts: Experts) -> int:
+    return weight.numel() * (4 if experts.into_main_grad else weight.element_size())
+
+
+@torch.no_grad()
+def measured_cost(group: dist.ProcessGroup, experts: Experts) -> Cost:
+    """On the slowest rank; all ranks of the group together."""
+    first, second = (weights[0].detach() for weights in experts.weights)
+    into = [torch.empty_like(first), torch.empty_like(second)]
+    rows = first.new_ones(_ROWS, first.shape[1])
+    counts = torch.tensor([_ROWS])
+
+    def copy() -> None:
+        following, previous = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
+        sends = [(w.contiguous(), following) for w in (first, second)]
+        messages = Messages(sends, [(w, previous) for w in into], group)
+        messages.wait_received()
+        messages.wait_sent()
+
+    def compute() -> None:
+        experts.mlp(
+            rows,
+            rows[:, 0],
+            counts,
+            lambda x: x @ first.T,
+            lambda x: x @ second.T,
+        )
+
+    found = [_seconds(call, first, group) for call in (copy, compute)]
+    seconds = torch.tensor(found, device=first.device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
+    there, forward = seconds.tolist()
+    back = there * _gradient_bytes(first, experts) / first.nbytes
+    return Cost(copy=there + back, row=3 * forward / _ROWS)
+
+
+def _seconds(call: Callable[[], None], like: Tensor, group: dist.ProcessGroup) -> float:
+    found = []
+    for _ in range(1 + _REPEATS):  # the first does not count
+        if like.device.type != "cpu":
+            torch.accelerator.synchronize(like.device)
+        dist.barrier(group)
+        start = time.perf_counter()
+        call()
+        if like.device.type != "cpu":
+            torch.accelerator.synchronize(like.device)
+        found.append(time.perf_counter() - start)
+    return median(found[1:])
+
+
+class Overlap:
+    """Args: `slices`, of a rank's experts."""
+
+    def __init__(self, slices: int = 4) -> None:
+        self.slices = slices
+        self.hot: HotExperts | None = None
+
+    def traffic(
+        self, counts: Sequence[Sequence[int]], group: dist.ProcessGroup, experts: Experts
+    ) -> Traffic:
+        """All ranks of the group ask alike."""
+        slices = min(self.slices, len(experts.weights[0]))
+        copies = self.hot.copies(counts, group, experts) if self.hot else frozenset()
+        return Traffic(counts, group.rank(), copies, slices)
+
+
+_CURRENT: list[Overlap] = []
+
+
+def switch_on(slices: int) -> Callable[[], None]:
+    """Returns what ends that."""
+    _CURRENT[:] = [Overlap(slices)]
+    return _CURRENT.clear
+
+
+def copy_hot_experts(most: int, price: float | None) -> Callable[[], None]:
+    """Once it is switched on; returns what ends that.
+
+    Raises:
+        IndexError: it is not.
+    """
+    current().hot = HotExperts(most, price)
+
+    def off() -> None:
+        for overlap in _CURRENT:
+            overlap.hot = None
+
+    return off
+
+
+def current() -> Overlap:
+    """Raises IndexError where nothing was switched on."""
+    return _CURRENT[0]

@@ -1,0 +1,150 @@
+"""Which rows of a mixture of experts are computed where, and which travel.
+
+rows       of a rank: one for each choice of each of its tokens, those of expert 0 first
+experts    as many on each rank, in order; `Copy` says where they are besides
+slices     of a rank's experts; what comes from elsewhere for one of them is a piece
+piece      rows that are computed together
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accel.parallel.experts.plan import Copy
+
+__all__ = ["Block", "Piece", "Traffic"]
+
+
+class Block(NamedTuple):
+    """The rows of one rank for one expert."""
+
+    expert: int
+    source: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Blocks that are computed together, expert after expert and in each source after source."""
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(block.rows for block in self.blocks)
+
+    @property
+    def experts(self) -> list[int]:
+        return list(dict.fromkeys(block.expert for block in self.blocks))
+
+    def counts(self) -> Tensor:
+        """Rows of each of the experts, int64."""
+        rows = dict.fromkeys(self.experts, 0)
+        for block in self.blocks:
+            rows[block.expert] += block.rows
+        return torch.tensor(list(rows.values()), dtype=torch.int64)
+
+    def places(self) -> Iterator[tuple[Block, slice]]:
+        """Each block, and where it lies among the rows of the piece."""
+        begin = 0
+        for block in self.blocks:
+            yield block, slice(begin, begin + block.rows)
+            begin += block.rows
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Who computes which rows, as one rank sees it.
+
+    Args:
+        counts: `[R][E]`, the rows of each rank for each expert.
+        rank: this one.
+        copies: of all ranks.
+        slices: of each rank's experts, some of them empty where there are more than experts.
+
+    Raises:
+        ValueError: experts that the ranks do not divide.
+    """
+
+    counts: Sequence[Sequence[int]]
+    rank: int
+    copies: frozenset[Copy] = frozenset()
+    slices: int = 4
+
+    def __post_init__(self) -> None:
+        if len(self.counts[0]) % len(self.counts):
+            raise ValueError(
+                f"{len(self.counts[0])} experts on {len(self.counts)} ranks: each needs as many"
+            )
+
+    @property
+    def mine(self) -> Sequence[int]:
+        """This rank's rows for each expert."""
+        return self.counts[self.rank]
+
+    @property
+    def peers(self) -> list[int]:
+        return [rank for rank in range(len(self.counts)) if rank != self.rank]
+
+    def owned(self, rank: int) -> range:
+        each = len(self.counts[0]) // len(self.counts)
+        return range(rank * each, (rank + 1) * each)
+
+    def rows(self, expert: int) -> slice:
+        """Those of this rank for an expert, among all its rows."""
+        begin = sum(self.mine[:expert])
+        return slice(begin, begin + self.mine[expert])
+
+    def own(self) -> tuple[Piece, Piece]:
+        """This rank's rows for its own experts: up to half of them, and the rest."""
+        blocks = [Block(e, self.rank, self.mine[e]) for e in self.owned(self.rank) if self.mine[e]]
+        whole, seen, cut = sum(block.rows for block in blocks), 0, 0
+        while cut < len(blocks) and 2 * (seen + blocks[cut].rows) <= whole:
+            seen += blocks[cut].rows
+            cut += 1
+        return Piece(tuple(blocks[:cut])), Piece(tuple(blocks[cut:]))
+
+    def arriving(self, index: int) -> Piece:
+        """What comes from other ranks for a slice of this rank's experts."""
+        return Piece(
+            tuple(
+                Block(expert, source, self.counts[source][expert])
+                for expert in self._slice(self.rank, index)
+                for source in self.peers
+                if self._travels(source, expert)
+            )
+        )
+
+    def leaving(self, rank: int, index: int) -> list[int]:
+        """The experts in a slice of another rank's to which rows of this rank go."""
+        return [e for e in self._slice(rank, index) if self._travels(self.rank, e)]
+
+    def guests(self) -> list[Piece]:
+        """This rank's rows for experts of which it has copies, one by one."""
+        return [
+            Piece((Block(c.expert, c.rank, self.mine[c.expert]),)) for c in self._used(self.rank)
+        ]
+
+    def lent(self) -> list[Copy]:
+        """The copies of this rank's experts, those of the first rank first."""
+        used = (copy for rank in self.peers for copy in self._used(rank))
+        return [copy for copy in used if copy.expert in self.owned(self.rank)]
+
+    def owner(self, expert: int) -> int:
+        return expert * len(self.counts) // len(self.counts[0])
+
+    def _used(self, rank: int) -> list[Copy]:
+        """The copies on a rank that has rows for them."""
+        return sorted(c for c in self.copies if c.rank == rank and self.counts[rank][c.expert])
+
+    def _slice(self, rank: int, index: int) -> Iterable[int]:
+        owned = self.owned(rank)
+        return owned[len(owned) * index // self.slices : len(owned) * (index + 1) // self.slices]
+
+    def _travels(self, source: int, expert: int) -> bool:
+        return self.counts[source][expert] > 0 and Copy(expert, source) not in self.copies

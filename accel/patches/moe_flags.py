@@ -1,0 +1,73 @@
+"""Sizes of mixtures of experts that cannot work, refused where the arguments are checked.
+
+Stock meets them late or not at all: ``--moe-expert-capacity-factor 0`` drops every token and trains on,
+``--moe-router-topk`` above the experts fails in the first layer of the first step, groups with fewer experts
+than a token chooses have it routed to experts of other groups, and experts that the ranks do not divide are
+an assertion without a number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from accel.feature import Context, Feature
+from accel.upstream import SUPPORTED_RANGE
+
+
+def check(context: Context) -> Sequence[str]:
+    """Raises ValueError: it names the flags, their values and what works."""
+    args = context.args
+    if getattr(args, "num_experts", None):
+        _check_ranks(args)
+        _check_choices(args)
+        _check_capacity(args)
+    return []
+
+
+def _check_ranks(args: Any) -> None:
+    experts, ranks = args.num_experts, getattr(args, "expert_model_parallel_size", None) or 1
+    if experts % ranks:
+        divisors = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        raise ValueError(
+            f"--expert-model-parallel-size {ranks} does not divide --num-experts {experts}: use one of "
+            f"{divisors}"
+        )
+
+
+def _check_choices(args: Any) -> None:
+    experts, choices = args.num_experts, args.moe_router_topk
+    if not 1 <= choices <= experts:
+        raise ValueError(
+            f"--moe-router-topk {choices} of --num-experts {experts}: use 1 to {experts}"
+        )
+    groups = getattr(args, "moe_router_num_groups", None)
+    chosen = getattr(args, "moe_router_group_topk", None)
+    if not groups or not chosen or experts % groups:
+        return  # upstream names what it misses
+    most = chosen * (experts // groups)
+    if not chosen <= choices <= most:
+        raise ValueError(
+            f"--moe-router-topk {choices}: --moe-router-group-topk {chosen} groups of {experts // groups} "
+            f"experts hold {most}, and each gives at least one; use {chosen} to {most}"
+        )
+
+
+def _check_capacity(args: Any) -> None:
+    factor = getattr(args, "moe_expert_capacity_factor", None)
+    if factor is not None and (factor == 0 or not math.isfinite(factor)):
+        raise ValueError(
+            f"--moe-expert-capacity-factor {factor:g}: an expert takes that many times its share of the "
+            "tokens; use more than 0, or leave it out to drop none"
+        )
+
+
+FEATURE = Feature(
+    name="moe_flags",
+    summary="refuse sizes of mixtures of experts that cannot work",
+    preset="off",
+    numerics="bit-identical",
+    megatron=SUPPORTED_RANGE,
+    prepare=check,
+)

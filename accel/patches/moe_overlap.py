@@ -1,0 +1,297 @@
+"""Mixtures of experts whose tokens travel while other tokens are computed.
+
+Stock waits for the all-to-all that brings tokens to their experts, computes, and waits for the one that
+brings the results home; the backward does the same. Here a rank computes its shared experts and half of the
+tokens that stay where they are while the others travel, then the experts' tokens slice by slice, each
+slice's results on their way home under the next, and the rest of its own last. The backward is the same
+with gradients, and the weights' gradients of all come last, under the return of the tokens'. Tokens arrive
+where the grouped products read them: nothing is sorted after an all-to-all or before it.
+
+``--accel-moe-overlap-slices N`` (4) cuts a rank's experts into N slices; no more than it has.
+
+Both specs, ``--moe-token-dispatcher-type alltoall``, dropless or with a capacity, shared experts with and
+without ``--moe-shared-expert-overlap``, ``--moe-permute-fusion`` or not, tensor parallelism that stays in the
+attention (``--expert-tensor-parallel-size 1``: its ranks hold whole experts), recomputation, distributed
+optimizer, pipelines. Results are stock's where the product of some rows has the bits that these rows have in
+the product of all.
+
+**Not with** ``--overlap-moe-expert-parallel-comm``, which hides the same all-to-alls under another
+micro-batch, experts that are split over tensor-parallel ranks, biases, FP8, CUDA graphs, frozen experts or
+hooks on them: those layers run as stock's, and a line says why.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accel.feature import Context, Feature, Setting
+from accel.ops._dispatch import log_fallback
+from accel.parallel.experts import overlap
+from accel.parallel.experts.exchange import routed_experts
+from accel.parallel.experts.room import check_room, free_bytes
+from accel.patches import _experts
+from accel.patches._settings import whole_number
+from accel.patches.moe_load_report import layer_of
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE
+
+_HERE = "accel.patches.moe_overlap"
+_LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+
+
+def unserved(layer: Any) -> str | None:
+    """Why an MoE layer runs as stock's."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    config, dispatcher = layer.config, layer.token_dispatcher
+    if type(dispatcher) is not MoEAlltoAllTokenDispatcher:
+        return f"the dispatcher {type(dispatcher).__name__}"
+    if dispatcher.tp_size > 1:
+        return "experts that are split over tensor-parallel ranks"
+    if config.moe_router_padding_for_quantization:
+        return "--moe-router-padding-for-quantization"
+    for name in (
+        "overlap_moe_expert_parallel_comm",
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "delay_wgrad_compute",
+        "moe_paged_stash",
+    ):
+        if getattr(config, name, False):
+            return "--" + name.replace("_", "-")
+    if getattr(config, "cuda_graph_impl", "none") != "none":
+        return f"--cuda-graph-impl {config.cuda_graph_impl}"
+    if config.transformer_impl == "inference_optimized":
+        return "--transformer-impl inference_optimized"
+    return _experts.reason(layer.experts)
+
+
+def served(layer: Any) -> bool:
+    if layer.token_dispatcher.ep_size == 1:
+        return False
+    if (why := unserved(layer)) is not None:
+        log_fallback("moe_overlap", why)
+    return why is None
+
+
+def counting_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wraps the dispatcher's ``preprocess``: the counts of all ranks on the host, else what upstream's
+    leaves."""
+
+    @functools.wraps(original)
+    def preprocess(self: Any, routing_map: Tensor) -> Tensor:
+        self.accel_counts = None
+        if self.ep_size == 1 or self.tp_size > 1 or self.config.moe_router_padding_for_quantization:
+            return original(self, routing_map)
+        if self.drop_and_pad:
+            found = original(self, routing_map)
+            self.accel_counts = [[self.capacity] * self.num_experts] * self.ep_size
+            return found
+        room = routing_map.new_tensor([_room(self.config, routing_map)], dtype=torch.int64)
+        mine = torch.cat([routing_map.sum(dim=0), room])
+        whole = mine.new_empty(self.ep_size, self.num_experts + 1)
+        dist.all_gather_into_tensor(whole, mine, group=self.ep_group)
+        whole = whole.cpu()
+        counts = whole[:, :-1]
+        self.accel_counts = counts.tolist()
+        check_room(self.accel_counts, whole[:, -1].tolist(), getattr(self, "accel_layer", None))
+        first, last = self.local_expert_indices[0], self.local_expert_indices[-1]
+        here = counts[:, first : last + 1].contiguous()
+        self.num_out_tokens = sum(self.accel_counts[self.ep_rank])
+        self.input_splits = counts[self.ep_rank].view(self.ep_size, -1).sum(1).numpy()
+        self.output_splits = here.sum(1).numpy()
+        self.output_splits_tp = None
+        if self.num_local_experts > 1:
+            device = self.permute_idx_device
+            self.num_global_tokens_per_local_expert = here.to(device)
+        return here.sum(0)
+
+    return preprocess
+
+
+def _room(config: Any, rows: Tensor) -> int:
+    """How many more rows an MLP of the experts can take: each with its result, and what lies between."""
+    numbers = 2 * config.hidden_size + 3 * config.moe_ffn_hidden_size
+    return free_bytes(rows.device) // (numbers * config.params_dtype.itemsize)
+
+
+def beside_the_journey(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``shared_experts_compute``: it waits until the tokens are under way."""
+
+    @functools.wraps(original)
+    def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
+        self.accel_beside = None
+        self.token_dispatcher.accel_layer = self.layer_number
+        if self.use_shared_expert and self.shared_expert_overlap:
+            # upstream's own way is for its all-to-alls
+            self.token_dispatcher.shared_experts = None if served(self) else self.shared_experts
+        if not self.use_shared_expert or not served(self):
+            return original(self, hidden_states)
+        whole = _whole_shared if self.shared_expert_overlap else original
+        self.accel_beside = (functools.partial(whole, self), hidden_states)
+        return None
+
+    return shared_experts_compute
+
+
+def _whole_shared(layer: Any, hidden_states: Tensor) -> Tensor:
+    """Of a layer whose shared experts were built to be computed in steps: all steps."""
+    shared = layer.shared_experts
+    shared.pre_forward_comm(hidden_states)
+    shared.linear_fc1_forward_and_act()
+    shared.linear_fc2_forward()
+    shared.post_forward_comm()
+    return shared.get_output()
+
+
+def staying(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``dispatch``: the tokens leave with ``routed_experts_compute``."""
+
+    @functools.wraps(original)
+    def dispatch(self: Any, hidden_states: Tensor, probs: Tensor) -> Any:
+        return (hidden_states, probs) if served(self) else original(self, hidden_states, probs)
+
+    return dispatch
+
+
+def there_and_back(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``routed_experts_compute``."""
+
+    @functools.wraps(original)
+    def routed_experts_compute(
+        self: Any, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, None]:
+        if not served(self):
+            return original(self, hidden_states, probs)
+        dispatcher = self.token_dispatcher
+        experts = _experts.experts_of(self.experts, hidden_states)
+        beside, beside_input = getattr(self, "accel_beside", None) or (None, None)
+        group = dispatcher.ep_group
+        plan = overlap.current()
+        traffic = plan.traffic(dispatcher.accel_counts, group, experts)
+        if plan.hot is not None and self.training:
+            plan.hot.note(layer_of(self.router), traffic, group, experts)
+        output, shared = routed_experts(
+            hidden_states, probs, traffic, group, experts, beside, beside_input
+        )
+        self.accel_beside = None
+        self.accel_shared = shared
+        dispatcher.tokens_per_expert = None
+        return output, None
+
+    return routed_experts_compute
+
+
+def at_home(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``combine``."""
+
+    @functools.wraps(original)
+    def combine(self: Any, output: Tensor) -> Tensor:
+        return output if served(self) else original(self, output)
+
+    return combine
+
+
+def adding_shared(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``postprocess``."""
+
+    @functools.wraps(original)
+    def postprocess(self: Any, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
+        shared, self.accel_shared = getattr(self, "accel_shared", None), None
+        return original(self, output, shared_expert_output if shared is None else shared)
+
+    return postprocess
+
+
+def refused(context: Context) -> str | None:
+    kind = getattr(context.args, "moe_token_dispatcher_type", None)
+    if kind in ("allgather", "flex"):
+        return f"--moe-token-dispatcher-type {kind}: tokens travel one by one with alltoall only"
+    if (split := getattr(context.args, "expert_tensor_parallel_size", None) or 1) > 1:
+        return (
+            f"--expert-tensor-parallel-size {split}: experts are split; give 1 to keep them whole"
+        )
+    return None
+
+
+def idle(context: Context) -> str | None:
+    if getattr(context.args, "num_experts", 0) is None:
+        return "there are no experts"
+    ranks = getattr(context.args, "expert_model_parallel_size", None)
+    return "there is one expert-parallel rank" if ranks == 1 else None
+
+
+def _wrap(target: str, replacement: str, expects: Sequence[str], why: str) -> Patch:
+    return Patch(
+        target=target,
+        replacement=f"{_HERE}:{replacement}",
+        how="wrap",
+        expects=("self", *expects),
+        why=why,
+    )
+
+
+FEATURE = Feature(
+    name="moe_overlap",
+    summary="compute experts while tokens travel to them and back",
+    preset=None,
+    numerics="tolerance",
+    megatron=SUPPORTED_RANGE,
+    benchmarks=("moe",),
+    refuses=refused,
+    idle=idle,
+    settings=(
+        Setting(
+            name="slices",
+            metavar="N",
+            summary="how many parts of a rank's experts travel and are computed by themselves",
+            parse=lambda given: whole_number(given, "slices of a rank's experts"),
+            default=4,
+        ),
+    ),
+    switch_on=overlap.switch_on,
+    patches=(
+        _wrap(
+            f"{_DISPATCHER}.preprocess",
+            "counting_all",
+            ("routing_map",),
+            "Each rank knows what comes for each of its experts; who computes what needs all counts.",
+        ),
+        _wrap(
+            f"{_LAYER}.shared_experts_compute",
+            "beside_the_journey",
+            ("hidden_states",),
+            "The shared experts are computed before the tokens set out.",
+        ),
+        _wrap(
+            f"{_LAYER}.dispatch",
+            "staying",
+            ("hidden_states", "probs"),
+            "The first of two all-to-alls that nothing runs beside.",
+        ),
+        _wrap(
+            f"{_LAYER}.routed_experts_compute",
+            "there_and_back",
+            ("hidden_states", "probs"),
+            "All experts wait for all tokens.",
+        ),
+        _wrap(
+            f"{_LAYER}.combine",
+            "at_home",
+            ("output",),
+            "The second of two all-to-alls that nothing runs beside.",
+        ),
+        _wrap(
+            f"{_LAYER}.postprocess",
+            "adding_shared",
+            ("output", "shared_expert_output"),
+            "What the shared experts gave comes with the tokens.",
+        ),
+    ),
+)

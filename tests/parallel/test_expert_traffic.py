@@ -1,0 +1,89 @@
+"""Who computes which rows: each once, whatever the counts, copies and slices; and both ends of every message
+agree."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel.parallel.experts.plan import Copy
+from accel.parallel.experts.traffic import Traffic
+
+
+@st.composite
+def traffics(draw: st.DrawFn) -> list[Traffic]:
+    """Of each rank."""
+    ranks, each = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    experts = ranks * each
+    rows = st.lists(st.integers(0, 6), min_size=experts, max_size=experts)
+    counts = draw(st.lists(rows, min_size=ranks, max_size=ranks))
+    every = [Copy(e, r) for e in range(experts) for r in range(ranks) if r != e // each]
+    copies = frozenset(draw(st.lists(st.sampled_from(every)))) if every else frozenset()
+    slices = draw(st.integers(1, 6))
+    return [Traffic(counts, rank, copies, slices) for rank in range(ranks)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(traffics())
+def test_each_row_is_computed_once(of_ranks: list[Traffic]) -> None:
+    seen: Counter[tuple[int, int]] = Counter()
+    for traffic in of_ranks:
+        pieces = [*traffic.own(), *traffic.guests()]
+        pieces += [traffic.arriving(index) for index in range(traffic.slices)]
+        for piece in pieces:
+            assert (
+                piece.rows == sum(block.rows for block in piece.blocks) == int(piece.counts().sum())
+            )
+            assert list(piece.blocks) == sorted(piece.blocks)
+            for block in piece.blocks:
+                seen[block.source, block.expert] += block.rows
+    counts = of_ranks[0].counts
+    expected = {(r, e): n for r, row in enumerate(counts) for e, n in enumerate(row) if n}
+    assert seen == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(traffics())
+def test_both_ends_of_a_message_agree(of_ranks: list[Traffic]) -> None:
+    for sender in of_ranks:
+        for receiver in (of_ranks[rank] for rank in sender.peers):
+            for index in range(sender.slices):
+                leaves = [(e, sender.mine[e]) for e in sender.leaving(receiver.rank, index)]
+                comes = [
+                    (block.expert, block.rows)
+                    for block in receiver.arriving(index).blocks
+                    if block.source == sender.rank
+                ]
+                assert leaves == comes
+            lent = [copy.expert for copy in sender.lent() if copy.rank == receiver.rank]
+            guests = [piece.experts[0] for piece in receiver.guests()]
+            assert lent == [e for e in guests if receiver.owner(e) == sender.rank]
+
+
+@settings(max_examples=100, deadline=None)
+@given(traffics())
+def test_own_rows_are_two_pieces_that_lie_together(of_ranks: list[Traffic]) -> None:
+    for traffic in of_ranks:
+        first, last = traffic.own()
+        assert first.rows <= (first.rows + last.rows) / 2
+        at = traffic.rows(traffic.owned(traffic.rank).start).start
+        for piece in (first, last):
+            for block in piece.blocks:
+                assert traffic.rows(block.expert) == slice(at, at + block.rows)
+                at += block.rows
+
+
+def test_places_of_blocks_follow_each_other() -> None:
+    traffic = Traffic([[1, 2], [3, 0]], 0, slices=1)
+    piece = traffic.arriving(0)
+    assert [(block.source, where) for block, where in piece.places()] == [(1, slice(0, 3))]
+    assert torch.equal(piece.counts(), torch.tensor([3]))
+
+
+def test_experts_that_the_ranks_do_not_divide_are_an_error() -> None:
+    with pytest.raises(ValueError, match="3 experts on 2 ranks"):
+        Traffic([[1, 2, 3], [1, 2, 3]], 0)

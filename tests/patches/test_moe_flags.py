@@ -1,0 +1,67 @@
+"""Sizes of mixtures of experts: what cannot work is refused, with the flag and the values."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from accel.feature import Context
+from accel.patches.moe_flags import check
+
+DEEPSEEK = {
+    "num_experts": 16,
+    "expert_model_parallel_size": 4,
+    "moe_router_topk": 6,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_expert_capacity_factor": None,
+}
+
+
+def checked(**changes: Any) -> None:
+    args = SimpleNamespace(**{**DEEPSEEK, **changes})
+    assert check(Context("cpu", "0.19.2", args)) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_experts": None, "moe_router_topk": 99},
+        {"expert_model_parallel_size": 1},
+        {"expert_model_parallel_size": 16},
+        {"moe_router_topk": 2},
+        {"moe_router_topk": 8},
+        {"moe_router_topk": 16, "moe_router_group_topk": None},
+        {"moe_router_topk": 1, "moe_router_group_topk": None},
+        {"moe_router_num_groups": 5},
+        {"moe_expert_capacity_factor": 1e-3},
+        {"moe_expert_capacity_factor": -1.0},
+    ],
+)
+def test_works(changes: dict[str, Any]) -> None:
+    checked(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"expert_model_parallel_size": 3},
+            "--expert-model-parallel-size 3 does not divide --num-experts 16: use one of 1, 2, 4, 8, 16",
+        ),
+        ({"moe_router_topk": 17}, "--moe-router-topk 17 of --num-experts 16: use 1 to 16"),
+        ({"moe_router_topk": 0}, "--moe-router-topk 0 of --num-experts 16"),
+        ({"moe_router_topk": 9}, "hold 8, and each gives at least one; use 2 to 8"),
+        ({"moe_router_topk": 1}, "--moe-router-topk 1: --moe-router-group-topk 2"),
+        ({"moe_expert_capacity_factor": 0.0}, "--moe-expert-capacity-factor 0: .* more than 0"),
+        ({"moe_expert_capacity_factor": math.nan}, "--moe-expert-capacity-factor nan"),
+        ({"moe_expert_capacity_factor": math.inf}, "--moe-expert-capacity-factor inf"),
+    ],
+)
+def test_refuses(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        checked(**changes)

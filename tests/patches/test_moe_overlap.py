@@ -1,0 +1,137 @@
+"""What `moe_overlap`, `hot_experts` and `moe_tp_extend_ep` take, refuse and leave alone; one rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from accel.feature import Context, choose, read_settings
+from accel.parallel.experts import overlap
+from accel.patches import FEATURES, hot_experts, moe_overlap, moe_tp_extend_ep
+
+ARGS = {
+    "num_experts": 8,
+    "expert_model_parallel_size": 2,
+    "tensor_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_pad_expert_input_to_capacity": False,
+}
+
+
+def context(**args: Any) -> Context:
+    return Context("cpu", "0.19.2", SimpleNamespace(**{**ARGS, **args}))
+
+
+def chosen(wishes: dict[str, Any], **args: Any) -> dict[str, Any]:
+    features = [f for f in FEATURES if f.name in ("moe_overlap", "hot_experts")]
+    return {c.feature.name: c for c in choose(features, "off", wishes, context(**args))}
+
+
+def values(wishes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return read_settings(list(chosen(wishes).values()), wishes)
+
+
+def test_hot_experts_bring_the_overlap() -> None:
+    found = chosen({"hot_experts": "4"})
+    assert found["hot_experts"].state == found["moe_overlap"].state == "active"
+    assert found["moe_overlap"].asked == "required by hot_experts"
+
+
+@pytest.mark.parametrize(
+    ("wishes", "most"),
+    [
+        ({"hot_experts": "5"}, 5),
+        ({"hot_experts": True}, 3),
+        ({"hot_experts": True, "hot_experts_number": "7"}, 7),
+    ],
+)
+def test_number_of_hot_experts(wishes: dict[str, Any], most: int) -> None:
+    undo = overlap.switch_on(**values(wishes)["moe_overlap"])
+    off = hot_experts.switch_on(**values(wishes)["hot_experts"])
+    hot = overlap.current().hot
+    assert hot is not None
+    assert hot.most == most
+    off()
+    assert overlap.current().hot is None
+    undo()
+
+
+@pytest.mark.parametrize(
+    ("wishes", "says"),
+    [
+        ({"hot_experts": "0"}, "--accel-hot-experts: '0' is no number of experts to be copied"),
+        ({"hot_experts": "many"}, "--accel-hot-experts: 'many' is no number"),
+        ({"hot_experts": "2", "hot_experts_price": "-1"}, "--accel-hot-experts-price: '-1'"),
+        ({"hot_experts": "2", "hot_experts_price": "inf"}, "--accel-hot-experts-price: 'inf'"),
+        ({"moe_overlap": True, "moe_overlap_slices": "0"}, "--accel-moe-overlap-slices: '0'"),
+    ],
+)
+def test_bad_values_are_one_error(wishes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        values(wishes)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather"),
+        ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size 2"),
+    ],
+)
+def test_layouts_that_it_does_not_serve_are_an_error(args: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        chosen({"moe_overlap": True}, **args)
+
+
+def test_padded_capacities_leave_no_hot_expert() -> None:
+    with pytest.raises(ValueError, match="--moe-pad-expert-input-to-capacity"):
+        chosen({"hot_experts": "2"}, moe_pad_expert_input_to_capacity=True)
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ({"num_experts": None}, "there are no experts"),
+        ({"expert_model_parallel_size": 1}, "there is one expert-parallel rank"),
+    ],
+)
+def test_idle_where_nothing_travels(args: dict[str, Any], why: str) -> None:
+    found = chosen({"hot_experts": "2"}, **args)
+    assert found["moe_overlap"].state == "idle"
+    assert found["moe_overlap"].reason == why
+    assert found["hot_experts"].state == "idle"
+
+
+def test_ranks_of_the_attention_hold_whole_experts() -> None:
+    asked = context(accel_moe_tp_extend_ep=True, tensor_model_parallel_size=2)
+    (line,) = moe_tp_extend_ep.prepare(asked)
+    assert asked.args.expert_tensor_parallel_size == 1
+    assert asked.args.expert_model_parallel_size == 4
+    assert line.endswith("--expert-tensor-parallel-size 1 --expert-model-parallel-size 4")
+
+
+def test_ranks_of_the_attention_stay_as_they_are_unless_asked() -> None:
+    asked = context(tensor_model_parallel_size=2)
+    assert moe_tp_extend_ep.prepare(asked) == []
+    assert asked.args.expert_model_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size 2 splits them"),
+        ({"tensor_model_parallel_size": 3}, "--num-experts 8 is no multiple of 6"),
+    ],
+)
+def test_whole_experts_that_cannot_be_are_an_error(args: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        moe_tp_extend_ep.prepare(context(accel_moe_tp_extend_ep=True, **args))
+
+
+def test_layers_that_run_as_stock_say_why() -> None:
+    dispatcher = SimpleNamespace(tp_size=1)
+    layer = SimpleNamespace(config=SimpleNamespace(), token_dispatcher=dispatcher)
+    assert moe_overlap.unserved(layer) == "the dispatcher SimpleNamespace"
