@@ -139,11 +139,22 @@ def _forget_megatron() -> None:
 
 
 def _drop_graphs() -> bool:
-    """Those of the last routers: one holds its model, by hooks that the collector does not see, and the model
-    its groups, some forty of gloo's with three threads each that wake a hundred times a second."""
+    """Those of the last routers, and of shards of fp32 parameters. A graph holds its model, by hooks that the
+    collector does not see, and the model its groups, some forty of gloo's with three threads each that wake a
+    hundred times a second."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
-    held = [each for each in gc.get_objects() if issubclass(type(each), MoETokenDispatcher)]
-    for dispatcher in held:
+    everything = gc.get_objects()
+    dispatchers = [each for each in everything if issubclass(type(each), MoETokenDispatcher)]
+    optimizers = [each for each in everything if issubclass(type(each), DistributedOptimizer)]
+    for dispatcher in dispatchers:
         dispatcher.probs = dispatcher.local_probs = None
-    return bool(held)
+    for optimizer in optimizers:
+        inner = vars(optimizer).get("optimizer")
+        if inner is not None:
+            inner.state.clear()
+            for group in inner.param_groups:
+                group["params"] = []
+        vars(optimizer).clear()
+    return bool(dispatchers or optimizers)

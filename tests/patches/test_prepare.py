@@ -54,14 +54,13 @@ def test_fp8_is_refused_in_one_line_before_anything_is_built(option: str) -> Non
 
 
 @WITHOUT_TE
-def test_a_ring_that_is_none_is_said() -> None:
+def test_every_cp_comm_type_is_served() -> None:
+    types = ["a2a", "p2p", "all_gather", "a2a+p2p"]
     asked = context(
-        transformer_impl="transformer_engine", context_parallel_size=2, cp_comm_type=["a2a", "p2p"]
+        transformer_impl="transformer_engine", context_parallel_size=2, cp_comm_type=types
     )
-    (note,) = te_layers.prepare(asked)
-    assert "keys and values are gathered" in note
-    asked.args.cp_comm_type = ["a2a"]
     assert te_layers.prepare(asked) == []
+    assert asked.args.cp_comm_type == types
 
 
 @WITHOUT_TE
