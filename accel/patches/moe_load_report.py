@@ -34,21 +34,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from accel.feature import Context, Feature, Setting
 from accel.parallel.experts import load
 from accel.parallel.experts.load import LayerLoad, Recorder
+from accel.patches._expert_counts import DROPPING, ROUTING, captured_routers, of_all_ranks
 from accel.patches._settings import whole_number
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
-__all__ = ["FEATURE", "ON", "Report", "layer_of"]
+__all__ = ["FEATURE", "ON", "Report"]
 
 _HERE = "accel.patches.moe_load_report"
-_ROUTER = "megatron.core.transformer.moe"
-_CAPTURED = {"attn", "mlp", "mamba"}
-"""What CUDA graphs may capture: no router is in it."""
 
 
 @dataclass
@@ -57,43 +54,10 @@ class Report:
 
     every: int
     recorder: Recorder = field(default_factory=Recorder)
-    wanted: Tensor | None = None
-    """Of the router that runs, the map before capacity dropped some."""
 
 
 ON: list[Report] = []
 """One, or none."""
-
-
-def layer_of(router: Any) -> int:
-    """From 1 through all pipeline stages; those of multi-token prediction behind all others."""
-    return int(router.layer_number) + (router.config.num_layers if router.is_mtp_layer else 0)
-
-
-def counted(routing: Callable[..., Any]) -> Callable[..., Any]:
-    """``TopKRouter.routing``, which returns probabilities and the map ``[tokens, experts]``."""
-
-    @functools.wraps(routing)
-    def routing_(self: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
-        report, report.wanted = ON[0], None
-        probs, routing_map = routing(self, logits, padding_mask)
-        wanted, report.wanted = report.wanted, None
-        if self.training and self.layer_number is not None:
-            report.recorder.note_routing(layer_of(self), routing_map, wanted)
-        return probs, routing_map
-
-    return routing_
-
-
-def before_dropping(dropping: Callable[..., Any]) -> Callable[..., Any]:
-    """``apply_router_token_dropping(routing_probs, routing_map, ...)``."""
-
-    @functools.wraps(dropping)
-    def dropping_(routing_probs: Tensor, routing_map: Tensor, *rest: Any, **options: Any) -> Any:
-        ON[0].wanted = routing_map
-        return dropping(routing_probs, routing_map, *rest, **options)
-
-    return dropping_
 
 
 def from_zero(should_run: Callable[..., bool]) -> Callable[..., bool]:
@@ -126,29 +90,12 @@ def told(training_log: Callable[..., Any]) -> Callable[..., Any]:
             from megatron.training import get_args
 
             args = get_args()
-            _tell(iteration, _of_all_ranks(ON[0].recorder, args), args)
+            layers = of_all_ranks(ON[0].recorder, args)
+            last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+            _tell(iteration, layers if last else [], args)
         return result
 
     return training_log_
-
-
-def _of_all_ranks(recorder: Recorder, args: Any) -> list[LayerLoad]:
-    """The same on every rank; on all but the last, empty."""
-    from megatron.core import parallel_state
-
-    first = parallel_state.get_tensor_model_parallel_rank() == 0
-    expert_first = parallel_state.get_expert_tensor_parallel_rank() == 0
-    packed = recorder.packed(
-        args.num_layers + (args.mtp_num_layers or 0),
-        args.num_experts,
-        parallel_state.get_expert_model_parallel_world_size(),
-        torch.cuda.current_device(),
-        counts=first or args.sequence_parallel,
-        speaks=expert_first and parallel_state.get_expert_model_parallel_rank() == 0,
-    )
-    torch.distributed.all_reduce(packed)
-    last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
-    return load.loads(packed, args.num_experts) if last else []
 
 
 def _tell(iteration: int, layers: Sequence[LayerLoad], args: Any) -> None:
@@ -207,17 +154,7 @@ def _prepare(context: Context) -> Sequence[str]:
 
 
 def _refuses(context: Context) -> str | None:
-    impl = getattr(context.args, "cuda_graph_impl", "none")
-    if impl in (None, "none"):
-        return None
-    captured = (
-        getattr(context.args, "cuda_graph_modules", None)
-        or getattr(context.args, "cuda_graph_scope", None)
-        or ["all"]
-    )
-    if {getattr(each, "name", each) for each in captured} <= _CAPTURED:
-        return None
-    return f"not with --cuda-graph-impl {impl} where it captures routers: their replays cannot be counted"
+    return captured_routers(context.args)
 
 
 def _idle(context: Context) -> str | None:
@@ -256,27 +193,8 @@ FEATURE = Feature(
     ),
     switch_on=switch_on,
     patches=(
-        Patch(
-            target=f"{_ROUTER}.router:TopKRouter.routing",
-            replacement=f"{_HERE}:counted",
-            how="wrap",
-            expects=("self", "logits", "padding_mask"),
-            why="The map that it returns says which experts get which tokens, whatever the dispatcher.",
-        ),
-        Patch(
-            target=f"{_ROUTER}.moe_utils:apply_router_token_dropping",
-            replacement=f"{_HERE}:before_dropping",
-            how="wrap",
-            expects=(
-                "routing_probs",
-                "routing_map",
-                "router_topk",
-                "capacity_factor",
-                "drop_policy",
-                "pad_to_capacity",
-            ),
-            why="What is dropped is known where the map before it is.",
-        ),
+        ROUTING,
+        DROPPING,
         Patch(
             target="megatron.core.rerun_state_machine:RerunStateMachine.should_run_forward_backward",
             replacement=f"{_HERE}:from_zero",

@@ -36,8 +36,8 @@ from accel.parallel.experts import overlap
 from accel.parallel.experts.exchange import routed_experts
 from accel.parallel.experts.room import check_room, free_bytes
 from accel.patches import _experts
+from accel.patches._expert_counts import layer_of
 from accel.patches._settings import whole_number
-from accel.patches.moe_load_report import layer_of
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 

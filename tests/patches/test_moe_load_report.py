@@ -22,6 +22,7 @@ from accel.feature import Context
 from accel.parallel.experts import load
 from accel.parallel.experts.load import Copies, LayerLoad, Recorder, loads, scalars, table
 from accel.patches import moe_load_report
+from accel.patches._expert_counts import layer_of
 from accel.patches.moe_load_report import FEATURE, ON
 
 from .moe_layer import CONFIGS, EXPERTS, HIDDEN, TOKENS, build, one_rank, step
@@ -176,9 +177,9 @@ def test_layers_of_multi_token_prediction_come_behind_all_others() -> None:
     router = SimpleNamespace(
         layer_number=2, is_mtp_layer=False, config=SimpleNamespace(num_layers=8)
     )
-    assert moe_load_report.layer_of(router) == 2
+    assert layer_of(router) == 2
     router.is_mtp_layer = True
-    assert moe_load_report.layer_of(router) == 10
+    assert layer_of(router) == 10
 
 
 def test_passes_that_run_again_count_once() -> None:

@@ -1,0 +1,147 @@
+"""A parameter's master and moments in Megatron's optimizers, whole, wherever their shards lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["ParamStates"]
+
+_NAMES = ("param", "exp_avg", "exp_avg_sq")
+
+
+class ParamStates:
+    """Of all parameters of some model chunks.
+
+    Args:
+        model: Megatron's list of chunks.
+        optimizer: Megatron's, for all of them.
+
+    Raises:
+        ValueError: an optimizer whose states cannot be told apart by parameter.
+    """
+
+    def __init__(self, model: Sequence[Any], optimizer: Any) -> None:
+        self.model = model
+        chained = getattr(optimizer, "chained_optimizers", [optimizer])
+        # a stub has no optimizer: none of its parameters are on this rank
+        inner = [each for each in chained if getattr(each, "optimizer", True) is not None]
+        self.optimizers = [_kind_of(each) for each in inner]
+        self._of = {param: each for each in self.optimizers for param in each.params()}
+
+    def whole(self, param: Tensor) -> Tensor:
+        """`[3, numel]` fp32: master and moments, 0 where there are none.
+
+        All ranks that hold a shard of the parameter call it together.
+        """
+        optimizer = self._of.get(param, _FROZEN)
+        found = torch.zeros(len(_NAMES), param.numel(), device=param.device)
+        held = optimizer.held(param)
+        for row, name in zip(found[:, optimizer.shard(param)], _NAMES, strict=True):
+            if name in held:
+                row.copy_(held[name].flatten())
+        optimizer.gather(found)
+        return found
+
+    def put(self, param: Tensor, states: Tensor) -> None:
+        """What `whole` gave of another parameter of the same shape."""
+        optimizer = self._of.get(param, _FROZEN)
+        held = optimizer.held(param)
+        named = dict(zip(_NAMES, states[:, optimizer.shard(param)], strict=True))
+        if held:
+            optimizer.put(param, {name: named[name].view_as(held[name]) for name in held})
+
+    def publish(self) -> None:
+        """Give the model the masters that were put."""
+        for optimizer in self.optimizers:
+            optimizer.publish()
+        if any(isinstance(optimizer, _Sharded) for optimizer in self.optimizers):
+            for chunk in self.model:
+                chunk.start_param_sync(force_sync=True)
+
+
+class _Whole:
+    """An optimizer that has all of its parameters' states on each rank; None: of frozen parameters."""
+
+    def __init__(self, optimizer: Any, groups: Sequence[Sequence[Tensor]] = ()) -> None:
+        self.optimizer, self.groups = optimizer, groups
+
+    def params(self) -> Iterable[Tensor]:
+        return [param for group in self.groups for param in group]
+
+    def shard(self, param: Tensor) -> slice:
+        """Its elements whose states are here."""
+        return slice(param.numel())
+
+    def held(self, param: Tensor) -> dict[str, Tensor]:
+        main = getattr(param, "main_param", None)
+        main = param if main is None else main
+        state = {} if self.optimizer is None else self.optimizer.optimizer.state.get(main, {})
+        return {"param": main.data, **{name: state[name] for name in _NAMES if name in state}}
+
+    def put(self, param: Tensor, states: dict[str, Tensor]) -> None:
+        for name, old in self.held(param).items():
+            old.copy_(states[name])
+
+    def gather(self, states: Tensor) -> None:
+        pass
+
+    def publish(self) -> None:
+        copy = getattr(self.optimizer, "_copy_main_params_to_model_params", None)
+        if copy is not None:
+            copy()
+
+
+class _Sharded(_Whole):
+    """A `DistributedOptimizer`."""
+
+    def params(self) -> Iterable[Tensor]:
+        return [param for buffer in self.optimizer.buffers for param in buffer.params]
+
+    def shard(self, param: Tensor) -> slice:
+        if param not in self.optimizer.model_param_group_index_map:
+            return slice(0)
+        there = self.optimizer._get_model_param_range_map(param)["param"]
+        return slice(there.start, there.end)
+
+    def held(self, param: Tensor) -> dict[str, Tensor]:
+        if param not in self.optimizer.model_param_group_index_map:
+            return {}
+        states = self.optimizer._get_main_param_and_optimizer_states(param)
+        return {name: states[name].detach() for name in _NAMES if name in states}
+
+    def put(self, param: Tensor, states: dict[str, Tensor]) -> None:
+        kept = self.optimizer._get_main_param_and_optimizer_states(param)
+        self.optimizer._set_main_param_and_optimizer_states(param, {**kept, **states})
+        if self.optimizer.config.use_precision_aware_optimizer:
+            # its masters are rounded for the model in its own step
+            group, place = self.optimizer.model_param_group_index_map[param]
+            shard = self.optimizer.optimizer.param_groups[group]["params"][place]
+            shard.data.copy_(states["param"].view_as(shard))
+
+    def gather(self, states: Tensor) -> None:
+        dist.all_reduce(states, group=self.optimizer.data_parallel_group)
+
+
+_FROZEN = _Whole(None)
+
+
+def _kind_of(optimizer: Any) -> _Whole:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+    kind = type(optimizer)
+    if issubclass(kind, DistributedOptimizer):
+        return _Sharded(optimizer)
+    if kind is Float16OptimizerWithFloat16Params:
+        return _Whole(optimizer, [*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups])
+    if kind is FP32Optimizer:
+        return _Whole(optimizer, [group["params"] for group in optimizer.optimizer.param_groups])
+    raise ValueError(
+        f"the states of {kind.__name__} cannot be moved from rank to rank; --use-distributed-optimizer makes "
+        "an optimizer whose states can"
+    )
