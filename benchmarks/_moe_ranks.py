@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import accel.megatron_adaptor
 from accel.layers.grouped_linear import grouped_linear
 from accel.ops.activation import swiglu
 from accel.parallel.experts.exchange import Experts, Product, routed_experts
@@ -22,7 +19,7 @@ from accel.parallel.experts.plan import longest_over_mean, plan_copies, rank_loa
 from accel.parallel.experts.traffic import Traffic
 from accel.parallel.linear import Layout
 from accel.testing.bench import OURS
-from benchmarks._ranks import Call, group, in_turn, run, timed
+from benchmarks._ranks import Call, begin_megatron, enabled, group, in_turn, run, timed
 from benchmarks.moe import (
     COMPUTE,
     EVEN,
@@ -320,27 +317,6 @@ def gpt(quick: bool, skewed: bool = False) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def enabled(options: Mapping[str, Any]) -> Iterator[None]:
-    accel.enable(preset="off", **NORMS, **options)
-    try:
-        yield
-    finally:
-        accel.enable(preset="off", **NORMS)
-
-
-NORMS = {"norm": True}
-"""Of every side."""
-
-
-def begin() -> None:
-    logging.disable(logging.INFO)
-    accel.enable(preset="off", **NORMS)
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=RANKS)
-
-
 if __name__ == "__main__":
     WHATS = {
         "alone": alone,
@@ -350,4 +326,4 @@ if __name__ == "__main__":
         "gpt": gpt,
         "gpt-skewed": partial(gpt, skewed=True),
     }
-    sys.exit(run(WHATS, begin))
+    sys.exit(run(WHATS, partial(begin_megatron, expert_model_parallel_size=RANKS)))

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import accel
 from benchmarks.lab.limited import limit
 
-__all__ = ["Call", "group", "in_turn", "run", "timed"]
+__all__ = ["Call", "begin_megatron", "enabled", "group", "in_turn", "run", "timed"]
 
 Call = Callable[[], object]
 
@@ -40,6 +42,31 @@ def run(whats: Mapping[str, Callable[[bool], dict[str, Any]]], begin: Call = lam
     dist.barrier()
     dist.destroy_process_group()
     return 0
+
+
+NORMS = {"norm": True}
+"""Of every side of a GPT: torch's do not know sequence parallelism."""
+
+
+def begin_megatron(**sizes: int) -> None:
+    """Once there is a process group: Megatron's groups, of the sizes that it is given."""
+    import accel.megatron_adaptor
+
+    logging.disable(logging.INFO)
+    accel.enable(preset="off", **NORMS)
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(**sizes)
+
+
+@contextlib.contextmanager
+def enabled(options: Mapping[str, Any]) -> Iterator[None]:
+    """With options of `accel.enable`, after which a GPT is stock's again."""
+    accel.enable(preset="off", **NORMS, **options)
+    try:
+        yield
+    finally:
+        accel.enable(preset="off", **NORMS)
 
 
 def group() -> dist.ProcessGroup:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import accel.megatron_adaptor
 from accel.parallel import overlap
 from accel.parallel.collectives import gather_rows, reduce_scatter_rows
 from accel.parallel.linear import Layout, parallel_linear
 from accel.parallel.overlap import Overlap
 from accel.parallel.overlapped_linear import FORMS
+from benchmarks import _ranks
 from benchmarks._ranks import Call, group, in_turn, run, timed
 from benchmarks._tp_overlap_trace import recorded
 from benchmarks.tp_overlap import AUTO, COLLECTIVES, NUMBERS, PRODUCTS, RANKS, SERIAL, STOCK
@@ -293,29 +292,16 @@ def gpt(quick: bool) -> dict[str, Any]:
     }
 
 
-NORMS = {"norm": True}
-"""Of every side: torch's do not know sequence parallelism."""
 MEASURED = Overlap()
 """Of the step's own auto side, kept from step to step, as a training keeps it."""
 
 
 @contextlib.contextmanager
 def enabled(options: Mapping[str, Any]) -> Iterator[None]:
-    accel.enable(preset="off", **NORMS, **options)
-    if options and "tp_overlap_chunks" not in options:
-        overlap.switch_on(MEASURED)
-    try:
+    with _ranks.enabled(options):
+        if options and "tp_overlap_chunks" not in options:
+            overlap.switch_on(MEASURED)
         yield
-    finally:
-        accel.enable(preset="off", **NORMS)
-
-
-def begin() -> None:
-    logging.disable(logging.INFO)
-    accel.enable(preset="off", **NORMS)
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
 
 
 if __name__ == "__main__":
@@ -326,4 +312,4 @@ if __name__ == "__main__":
         "gpt": gpt,
         "trace": trace,
     }
-    sys.exit(run(WHATS, begin))
+    sys.exit(run(WHATS, partial(_ranks.begin_megatron, tensor_model_parallel_size=RANKS)))

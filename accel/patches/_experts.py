@@ -22,8 +22,6 @@ def reason(module: Any) -> str | None:
     kind = type(module)
     if kind is SequentialMLP:
         found = sequential_reason(module)
-        if found is not None and found.startswith("a linear layer of type TE"):
-            found += ", one after the other; --moe-grouped-gemm takes them together"
     elif kind is TEGroupedMLP:
         found = _grouped_reason(module)
     else:

@@ -2,9 +2,10 @@
 
 Every ``--accel-expert-migration N`` iterations the rows of each layer's experts are added up over all ranks,
 and averaged with those before. Where other owners would make the expert-parallel ranks more even, pairs of
-experts change places: as few as that takes, and only where the standard deviation of the ranks' rows over
-their mean drops by at least ``--accel-expert-migration-threshold`` (0.08). Weights, masters and moments go
-along, with the distributed optimizer too.
+experts change places, until ranks are as even as dealing out the largest experts first would make them, and
+only where the standard deviation of the ranks' rows over their mean drops by at least
+``--accel-expert-migration-threshold`` (0.08). Weights, masters and moments go along, with the distributed
+optimizer too.
 
 Experts that moved have each other's numbers: the router's rows, its bias and the bias of each expert are put
 into the same order. So every token goes to the experts that it went to before, and a checkpoint is one that

@@ -76,7 +76,7 @@ def sequential_reason(experts: Any) -> str | None:
             (expert.linear_fc2, RowParallelLinear),
         ):
             if type(layer) is not kind:
-                return f"a linear layer of type {type(layer).__name__}"
+                return f"a linear layer of type {type(layer).__name__} without --moe-grouped-gemm"
             if _hooked(layer) or layer._forward_pre_hooks_with_kwargs:
                 return "linear layers with hooks"
             if type(layer.weight) is not torch.nn.Parameter or hasattr(

@@ -43,6 +43,8 @@ from training import (
     turn_flags,
 )
 
+from accel.ops.host_gemm import has_native_bf16
+
 RUNS = REPOSITORY / "runs" / "demo"
 OURS = (
     *("stock", "accel", "turns", "logs", "index", "generation"),
@@ -126,7 +128,11 @@ def generate(plan: Plan, data: Corpus, folder: Path) -> list[str]:
 
 
 def step_memory(folder: Path, quick: bool) -> dict[str, Any]:
-    """Bytes after each operation of a step, stock's and ours, of the block that is benchmarked."""
+    """Bytes after each operation of a step, stock's and ours, of the block that is benchmarked.
+
+    The small one where stock's bf16 products would take minutes; the report names the shape.
+    """
+    quick = quick or not has_native_bf16()
     path = folder / "step_memory.json"
     flags = ["--samples", str(path), *(["--quick"] if quick else [])]
     script = REPOSITORY / "benchmarks" / "activation_memory.py"

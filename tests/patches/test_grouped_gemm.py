@@ -105,7 +105,7 @@ def test_a_second_derivative_is_an_error() -> None:
         ),
         (
             lambda e: setattr(e.local_experts[2], "linear_fc2", Renamed.of(e.local_experts[2])),
-            "a linear layer of type Renamed",
+            "a linear layer of type Renamed without --moe-grouped-gemm",
         ),
         (lambda e: setattr(e.config, "add_bias_linear", True), "experts with biases"),
     ],
