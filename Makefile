@@ -1,5 +1,6 @@
 # make demo | make test | make check | make bench | make docs | make asan | make test-megatron
 # Each does all its own set-up through make setup.
+# make gpu-wheels, then make gpu on a machine with a GPU, which needs neither setup nor network.
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -7,12 +8,13 @@ PY := $(VENV)/bin/python
 OTHER_MEGATRON := 0.17.1 0.18.2
 BENCHMARKS := $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[!_]*.py))
 RESULTS = benchmarks/results/$(shell $(PY) -c "from accel.testing.bench import machine_name; print(machine_name())")
-NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/include/accel/*.h) setup.py
+NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/cuda/*.cu csrc/cuda/bindings/*.* csrc/include/accel/*.h csrc/include/accel/cuda/*.h) setup.py
 
-.PHONY: setup demo test check format bench docs asan test-megatron clean
+.PHONY: setup demo test check format bench docs asan test-megatron gpu gpu-wheels gpu-rehearsal
+.PHONY: compile-table clean
 .DELETE_ON_ERROR:
 
-setup: $(VENV)/.native $(VENV)/.megatron $(VENV)/.data
+setup: $(VENV)/.native $(VENV)/.megatron $(VENV)/.torch-npu $(VENV)/.data
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v == (3, 12) else \
@@ -26,7 +28,7 @@ $(VENV)/.requirements: requirements/dev.txt $(VENV)/.python
 	@touch $@
 
 $(VENV)/.native: $(VENV)/.requirements $(NATIVE) pyproject.toml
-	@echo "building the native library (about a minute)"
+	@echo "building the native library (a few minutes on two cores)"
 	@rm -f accel/_C*.so  # where the build fails, an older one would be taken for this one
 	$(PY) -m pip install --disable-pip-version-check --no-build-isolation --no-deps --quiet --editable .
 	@$(PY) -c "from accel.ops import _native; print('native kernels:', _native.reason() or 'built')"
@@ -36,6 +38,13 @@ $(VENV)/.megatron: $(VENV)/.requirements
 	@for version in $(OTHER_MEGATRON); do \
 	    $(PY) -m pip install --disable-pip-version-check --quiet --no-deps --upgrade \
 	        --target $(VENV)/megatron/$$version megatron-core==$$version || exit 1; done
+	@touch $@
+
+# For its op schemas, which tests/npu reads; it cannot be imported without an Ascend machine's CANN.
+$(VENV)/.torch-npu: requirements/torch-npu.txt $(VENV)/.requirements
+	@rm -rf $(VENV)/torch-npu
+	$(PY) -m pip install --disable-pip-version-check --quiet --no-deps \
+	    --target $(VENV)/torch-npu --requirement $<
 	@touch $@
 
 $(VENV)/.megatron-tests: $(VENV)/.requirements requirements/megatron-tests.txt
@@ -95,6 +104,27 @@ test-megatron:
 	@test -n "$(MEGATRON)" || { echo "make test-megatron: give MEGATRON=<a clone of Megatron-LM>"; exit 2; }
 	@$(MAKE) --no-print-directory setup $(VENV)/.megatron-tests
 	PYTHONPATH=$(VENV)/megatron-tests $(PY) -W ignore -m accel.testing.megatron_tests $(MEGATRON) --report docs/megatron-tests.md
+
+# What make gpu takes along: some 4 MB into .gpu-wheels.
+gpu-wheels: $(VENV)/.requirements
+	rm -rf .gpu-wheels
+	$(PY) -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir .gpu-wheels \
+	    --requirement requirements/gpu.txt
+
+# Build, prove and measure on a GPU, in under nine minutes; repeated, it goes on where it stopped.
+# GPU_ARGS="--only ops --again" and the like; GPU_RESULTS is the folder of results.json and results.md.
+GPU_PYTHON ?= python3
+GPU_RESULTS ?= $(shell $(GPU_PYTHON) -c "from benchmarks.gpu.setting import results; print(results())")
+gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu --results $(GPU_RESULTS) $(GPU_ARGS)
+
+# The same parts on the CPU at toy sizes: proves the scripts, measures nothing.
+gpu-rehearsal: setup
+	$(PY) -m benchmarks.gpu --rehearse --folder runs/gpu-rehearsal $(GPU_ARGS)
+
+# What every GPU kernel compiles to: registers, shared memory, spills. Needs no GPU; some minutes.
+compile-table: setup
+	$(PY) -m accel.testing.compile_table --output benchmarks/results/compile.json
 
 clean:
 	rm -rf build accel.egg-info accel/_C*.so .pytest_cache .mypy_cache .ruff_cache

@@ -11,15 +11,24 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
 
-from accel.patching import Patch
+from accel.patching import Patch, replaced_by
 
-__all__ = ["PRESETS", "Choice", "Context", "Feature", "Setting", "choose", "read_settings"]
+__all__ = [
+    "PRESETS",
+    "Choice",
+    "Context",
+    "Feature",
+    "Setting",
+    "choose",
+    "read_settings",
+    "taken_by_others",
+]
 
 PRESETS = ("off", "exact", "fast", "max")
 """Each preset contains those before it. ``off`` holds only what makes stock Megatron run at all
@@ -141,6 +150,7 @@ def choose(
     *,
     strict: bool = False,
     allow_untested: bool = False,
+    taken: Callable[[Feature], str | None] = lambda feature: None,
 ) -> list[Choice]:
     """Decide for each feature whether it runs.
 
@@ -149,6 +159,7 @@ def choose(
             preset decides).
         strict: a feature that was asked for, by name or by preset, and cannot run is an error.
         allow_untested: take Megatron versions outside a feature's range.
+        taken: who else has replaced what a feature replaces (:func:`taken_by_others`).
 
     Raises:
         ValueError: two features, or a feature and a Megatron option, that were both asked for by
@@ -160,6 +171,8 @@ def choose(
     choices: list[Choice] = []
     for f in features:
         choice = _decide(f, asked, context, allow_untested)
+        if choice.state == "active" and (reason := taken(f)):
+            choice = Choice(f, choice.asked, "skipped", reason)
         choices.append(_with_requirements(choice, choices))
     if strict and (skipped := [c for c in choices if c.state == "skipped"]):
         lines = "; ".join(f"{c.feature.flag}: {c.reason}" for c in skipped)
@@ -270,6 +283,17 @@ def _clash(feature: Feature, asked: Mapping[str, str], context: Context) -> str 
             return f"{feature.flag} and --{other.replace('_', '-')} exclude each other: {why}"
     reason = feature.refuses(context)
     return f"{feature.flag}: {reason}" if reason else None
+
+
+def taken_by_others(feature: Feature) -> str | None:
+    """Why another library's patch, found in place, keeps the feature from running: it is left alone."""
+    for patch in feature.patches:
+        with suppress(
+            Exception
+        ):  # upstream's modules run code of their own; apply() tells what is wrong
+            if patch.takes_over and (other := replaced_by(patch.target)):
+                return f"{other} has replaced {patch.target}, and stays"
+    return None
 
 
 def active(choices: Iterable[Choice]) -> list[Feature]:

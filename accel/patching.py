@@ -27,7 +27,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["Applied", "Binding", "Patch", "PatchError", "apply", "plan", "resolve", "source_hash"]
+__all__ = [
+    "Applied",
+    "Binding",
+    "Patch",
+    "PatchError",
+    "apply",
+    "plan",
+    "replaced_by",
+    "resolve",
+    "source_hash",
+]
 
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
 
@@ -69,6 +79,11 @@ class Patch:
     which must be one of these."""
     optional: bool = False
     """The target may be missing in some supported versions (the feature's reason says which)."""
+
+    @property
+    def takes_over(self) -> bool:
+        """Whether it does the work of upstream's body, so that another's in its place would be lost."""
+        return self.how == "replace" or bool(self.sources)
 
 
 @dataclass(frozen=True)
@@ -151,6 +166,29 @@ def resolve(path: str) -> tuple[Any, str, Any]:
     if raw is _ABSENT:
         raise PatchError(f"{path}: {_describe(owner)} has no {name!r}{_near(name, dir(owner))}")
     return owner, name, raw
+
+
+def replaced_by(path: str) -> str | None:
+    """The module that somebody else's function at ``path`` comes from; None for upstream's own.
+
+    A decorator of torch's or of the standard library may stand before upstream's function, and so may
+    accel's; ``functools.wraps`` cannot hide where another one was written. What upstream itself binds
+    from Transformer Engine or Apex, where they are installed, is its own choice.
+    """
+    home = path.partition(":")[0].partition(".")[0]
+    known = {"accel", "torch", "transformer_engine", "apex", *sys.stdlib_module_names}
+    found = _function(resolve(path)[2])
+    while found is not None:
+        module = getattr(found, "__globals__", {}).get("__name__") or getattr(
+            found, "__module__", None
+        )
+        package = (module or home).partition(".")[0]
+        if package == home:
+            return None
+        if package not in known:
+            return str(module)
+        found = getattr(found, "__wrapped__", None)
+    return None
 
 
 def source_hash(raw: Any) -> str:

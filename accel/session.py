@@ -15,7 +15,15 @@ from wrapt import register_post_import_hook
 
 from accel import device, patching
 from accel.device import Device
-from accel.feature import Choice, Context, Feature, active, choose, read_settings
+from accel.feature import (
+    Choice,
+    Context,
+    Feature,
+    active,
+    choose,
+    read_settings,
+    taken_by_others,
+)
 from accel.patches import FEATURES, command_line
 from accel.patching import Applied, PatchError
 from accel.upstream import SUPPORTED_MEGATRON, megatron_version
@@ -88,7 +96,13 @@ class Session:
                 )
             context = Context(self.require_device().name, version, args)
             choices = choose(
-                FEATURES, preset, wishes, context, strict=strict, allow_untested=allow_untested
+                FEATURES,
+                preset,
+                wishes,
+                context,
+                strict=strict,
+                allow_untested=allow_untested,
+                taken=taken_by_others,
             )
             settings = read_settings(choices, wishes)
             self._undo_features()

@@ -1,5 +1,5 @@
-"""Writes docs/features/*.md, docs/benchmarks.md and the pages about schedules, overlap and context
-parallelism from what they are about.
+"""Writes docs/features/*.md, docs/benchmarks.md and the pages about schedules, overlap, context
+parallelism and GPUs from what they are about.
 
     python docs/generate.py [--check]
 
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import attention_map
+import gpu
 import overlap
 import schedules
 
@@ -34,6 +35,7 @@ def pages() -> dict[Path, str]:
     made[DOCS / "features" / "README.md"] = overview()
     made[DOCS / "benchmarks.md"] = benchmarks_page()
     made |= overlap.pages(DOCS, GENERATED) | attention_map.pages(DOCS, GENERATED)
+    made |= gpu.pages(DOCS, GENERATED, table)
     return made | schedules.pages(DOCS, GENERATED, table)
 
 
@@ -95,7 +97,8 @@ def benchmarks_page() -> str:
 
 def reports() -> Iterator[dict]:
     for path in sorted(RESULTS.glob("*/*.json"), key=lambda p: (p.stem, p.parent.name)):
-        yield json.loads(path.read_text())
+        if path.name != "results.json":  # of `make gpu`: docs/gpu.py
+            yield json.loads(path.read_text())
 
 
 def about(report: Mapping) -> str:

@@ -10,6 +10,9 @@ import torch
 
 from accel.testing.distributed import under_torchrun
 
+if not torch.cuda.is_available():  # Triton reads it once, at its first import
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Workers of xdist share the cores: with a thread for each core in each, threads wait for each other."""

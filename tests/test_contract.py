@@ -44,6 +44,7 @@ for patch in everything:
                 raise
             row["missing"] = True
             continue
+        row["others"] = patching.replaced_by(patch.target) if patch.takes_over else None
         with patching.apply([patch], scope=("megatron",)) as applied:
             row["bindings"] = len(applied.bindings)
             row["stale"] = [] if before is None or not callable(before) else [
@@ -98,6 +99,7 @@ def test_patch_fits_rebinds_everything_and_is_undone(patch: Patch, version: str)
     assert row["bindings"] >= 1
     assert row["stale"] == []
     assert row["restored"]
+    assert row.get("others") is None, "upstream's own would be taken for somebody else's patch"
     if patch.sources:
         assert row["hash"] == patch.sources[version]
 

@@ -108,6 +108,17 @@ def test_megatron_range() -> None:
     assert states(choose([BASE], "exact", {}, old, allow_untested=True)) == {"base": "active"}
 
 
+def test_what_others_have_replaced_is_left_to_them() -> None:
+    def taken(feature: Feature) -> str | None:
+        return "liger has it" if feature is BASE else None
+
+    base, fused = choose([BASE, FUSED], "fast", {}, HERE, taken=taken)
+    assert (base.state, base.reason) == ("skipped", "liger has it")
+    assert (fused.state, fused.reason) == ("skipped", "needs base: liger has it")
+    with pytest.raises(ValueError, match="--accel-strict: --accel-base: liger has it"):
+        choose([BASE, FUSED], "fast", {}, HERE, taken=taken, strict=True)
+
+
 def test_unknown_preset() -> None:
     with pytest.raises(ValueError, match="unknown preset 'fats': use off, exact, fast, max"):
         choose([BASE], "fats", {}, HERE)

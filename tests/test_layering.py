@@ -29,6 +29,8 @@ FORBIDDEN = {
         "megatron",
     ),
     "ops": ("accel.patches", "accel.session", "accel.feature", "accel.device", "megatron"),
+    "_triton": ("accel.patches", "accel.session", "accel.feature", "accel.device", "megatron"),
+    "_npu": ("accel.patches", "accel.session", "accel.feature", "accel.device", "megatron"),
     "memory": ("accel.patches", "accel.session", "accel.feature", "megatron"),
     "parallel": ("accel.patches", "accel.session", "accel.feature", "megatron"),
     "device": ("accel.patches", "accel.session", "accel.feature", "megatron"),
@@ -71,6 +73,14 @@ def test_no_global_statement_and_no_swallowed_exception() -> None:
             if isinstance(node, ast.ExceptHandler):
                 swallowed = len(node.body) == 1 and isinstance(node.body[0], ast.Pass)
                 assert not swallowed, f"{file}:{node.lineno}: exception swallowed"
+
+
+def test_no_links() -> None:
+    """Archives, patches and some file systems keep no symbolic links: each becomes a file of one line."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert not [line for line in tracked.splitlines() if line.startswith("120000")]
 
 
 def test_functions_are_short() -> None:

@@ -3,11 +3,14 @@ done."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
 from accel import patching
 from accel.patching import Patch, PatchError
@@ -199,3 +202,32 @@ def test_source_hash_accepts_any_known_body(upstream: types.SimpleNamespace) -> 
     known = patching.source_hash(upstream.victim.f)
     with applied(patch("f", "new_f", sources={"1.0": "f" * 12, "1.1": known})):
         assert upstream.victim.f(0) == ("new", 0)
+
+
+def test_tells_upstreams_own_from_somebody_elses(upstream: types.SimpleNamespace) -> None:
+    victim = upstream.victim
+    assert patching.replaced_by("victim:f") is None
+    assert patching.replaced_by("victim:C.s") is None
+    assert patching.replaced_by("victim:FLAG") is None
+    original = victim.f
+    victim.f = functools.lru_cache(original)
+    assert patching.replaced_by("victim:f") is None, "a decorator of the standard library's"
+    victim.f = torch.no_grad()(original)
+    assert patching.replaced_by("victim:f") is None, "a decorator of torch's"
+    victim.f = functools.wraps(original)(upstream.ours.new_f)
+    assert victim.f.__module__ == "victim"
+    assert patching.replaced_by("victim:f") == "ours"
+    victim.f = torch.no_grad()(victim.f)
+    assert patching.replaced_by("victim:f") == "ours", "below a decorator too"
+    victim.C.s = staticmethod(upstream.ours.negate)
+    assert patching.replaced_by("victim:C.s") == "ours"
+    victim.C = type("C", (victim.C,), {"__module__": "ours.deeper"})
+    assert patching.replaced_by("victim:C") == "ours.deeper"
+
+
+@pytest.mark.parametrize(
+    ("fields", "takes_over"),
+    [({}, True), ({"how": "wrap"}, False), ({"how": "wrap", "sources": {"1": "0"}}, True)],
+)
+def test_a_wrap_leaves_the_body_its_work(fields: dict[str, Any], takes_over: bool) -> None:
+    assert patch("f", "loud", **fields).takes_over is takes_over

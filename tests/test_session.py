@@ -4,6 +4,8 @@ them."""
 from __future__ import annotations
 
 import importlib
+import types
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +16,11 @@ from hypothesis.strategies import booleans, fixed_dictionaries, none, one_of, sa
 import accel
 from accel import device, patching
 from accel.device import cpu
-from accel.feature import PRESETS
-from accel.patches import FEATURES, command_line
+from accel.feature import PRESETS, Context
+from accel.patches import FEATURES, command_line, norm
 from accel.patching import Patch
 from accel.session import SESSION
-from accel.upstream import megatron_version
+from accel.upstream import SUPPORTED_MEGATRON, megatron_version
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +147,7 @@ def test_moved_target_names_feature_target_and_near_names(monkeypatch: pytest.Mo
 
 
 def test_modified_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer import torch_norm
 
     def __new__(
         cls: type,
@@ -158,9 +160,41 @@ def test_modified_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Any:
         return "a fork's own norm"
 
-    monkeypatch.setattr(WrappedTorchNorm, "__new__", staticmethod(__new__))
+    forked = types.FunctionType(__new__.__code__, vars(torch_norm), "__new__", __new__.__defaults__)
+    monkeypatch.setattr(torch_norm.WrappedTorchNorm, "__new__", staticmethod(forked))
     with pytest.raises(patching.PatchError, match=r"upstream's body .* none of those"):
         accel.enable()
+
+
+def test_other_peoples_patches_are_reported_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Liger's ``apply_liger_kernel_to_megatron`` makes them."""
+    from megatron.core.fusions import fused_cross_entropy as fused
+    from megatron.core.models import backends
+
+    others = types.ModuleType("somebody.patches")
+    exec("def entropy(logits, target, group=None): return 'theirs'", vars(others))
+    exec("def layer_norm(self, rms_norm=False, for_qk=False): return 'theirs'", vars(others))
+    name = "fused_vocab_parallel_cross_entropy"
+    others.entropy.__wrapped__ = getattr(fused, name)
+    monkeypatch.setattr(fused, name, others.entropy)
+    monkeypatch.setattr(backends.LocalSpecProvider, "layer_norm", others.layer_norm)
+
+    found = accel.enable()["features"]
+    assert found["fused_cross_entropy"]["state"] == "skipped"
+    target = f"{fused.__name__}:{name}"
+    assert found["fused_cross_entropy"]["reason"] == (
+        f"somebody.patches has replaced {target}, and stays"
+    )
+    assert getattr(fused, name) is others.entropy
+    assert found["norm"]["state"] == "active", "other norms are still Megatron's"
+    with pytest.raises(ValueError, match=r"--accel-fused-cross-entropy: somebody\.patches has rep"):
+        accel.enable(strict=True)
+
+    args = SimpleNamespace(normalization="RMSNorm", transformer_impl="local")
+    context = Context("cpu", SUPPORTED_MEGATRON[-1], args)
+    assert "somebody.patches has replaced" in (norm.FEATURE.idle(context) or "")
+    args.normalization = "LayerNorm"
+    assert norm.FEATURE.idle(context) is None
 
 
 def test_version_is_that_of_the_package_that_would_be_imported() -> None:

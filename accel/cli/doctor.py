@@ -50,6 +50,7 @@ def _table(facts: Facts) -> dict[str, str]:
             for module, package in facts.packages.items()
         },
         "native kernels": _found(facts.native),
+        "cuda kernels": _found(facts.gpu),
         "device": _found(facts.device),
         "cpu": f"{cpu.model}: {cpu.physical_cores or 'unknown'} physical cores, "
         f"{cpu.usable_cpus} usable cpus, {cpu.memory_gib or 'unknown'} GiB; {features}",

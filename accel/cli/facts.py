@@ -43,7 +43,7 @@ CPU_FLAGS = {"avx2": "avx2", "avx512f": "avx512f", "avx512_bf16": "avx512_bf16",
 """Feature -> its flag in /proc/cpuinfo."""
 NO_GPU = "no GPU visible"
 """In the detail of ``Facts.torch`` where torch sees none."""
-_PROBES = ("torch", "native", "device")
+_PROBES = ("torch", "native", "gpu", "device")
 _PROBE_SECONDS = 180.0  # torch from a cold network disk takes a minute
 _NO_LIMIT = sys.maxsize
 
@@ -95,6 +95,8 @@ class Facts:
     """The modules of ``OPTIONAL``; absent is fine."""
     native: Found
     """The native kernels; ``version`` is the instruction set that they run with."""
+    gpu: Found
+    """The kernels for CUDA; ``version`` is in what they are written."""
     device: Found
     """The device runtime that would be chosen; ``version`` is its name."""
     cpu: Cpu
@@ -117,6 +119,7 @@ def collect() -> Facts:
         has_training=_spec("megatron.training") is not None,
         packages={module: package(module) for module in OPTIONAL},
         native=answers["native"],
+        gpu=answers["gpu"],
         device=answers["device"],
         cpu=_cpu(),
         compiler=_compiler(),

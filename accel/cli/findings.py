@@ -170,6 +170,15 @@ def native_kernels(facts: Facts) -> Iterator[Finding]:
     )
 
 
+def cuda_kernels(facts: Facts) -> Iterator[Finding]:
+    """They matter where a GPU is; `device` says so where it cannot be used."""
+    if facts.torch.error or not facts.gpu.error or facts.device.version != "cuda":
+        return
+    level = "error" if facts.gpu.broken else "warning"
+    what = f"plain PyTorch serves every op on the GPU: {facts.gpu.error}"
+    yield Finding(level, what, "pip install triton")
+
+
 RULES: tuple[Rule, ...] = (
     python_version,
     requirements,
@@ -178,6 +187,7 @@ RULES: tuple[Rule, ...] = (
     device,
     device_packages,
     native_kernels,
+    cuda_kernels,
 )
 
 

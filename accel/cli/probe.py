@@ -39,6 +39,21 @@ def native() -> Found:
     return Found(_native.isa(), names)
 
 
+def gpu() -> Found:
+    """The kernels that CUDA tensors would get: CUDA C++ where it was built, Triton for the other ops."""
+    import torch as module
+
+    if not module.version.cuda:
+        return Found("not needed", "this torch is not built for CUDA")
+    from accel.ops import _cuda, _triton
+
+    missing, no_triton = _cuda.reason(), _triton.reason()
+    if missing and no_triton:
+        return Found(None, error=f"{no_triton}; {missing}")
+    kinds = ["CUDA C++"] * (missing is None) + ["Triton"] * (no_triton is None)
+    return Found(" and ".join(kinds), missing or no_triton or "")
+
+
 def device() -> Found:
     """The device runtime that ``import accel.megatron_adaptor`` would install; installs nothing."""
     from accel.device import select
@@ -47,7 +62,12 @@ def device() -> Found:
     return Found(chosen.name, chosen.reason)
 
 
-PROBES: dict[str, Callable[[], Found]] = {"torch": torch, "native": native, "device": device}
+PROBES: dict[str, Callable[[], Found]] = {
+    "torch": torch,
+    "native": native,
+    "gpu": gpu,
+    "device": device,
+}
 
 
 def main(names: Sequence[str]) -> None:

@@ -10,9 +10,9 @@ import logging
 
 import torch
 
-from accel.ops import _native
+from accel.ops import _native, _npu, _triton
 
-__all__ = ["log_fallback", "missing_kernel", "refuse_derivative"]
+__all__ = ["forget", "log_fallback", "missing_kernel", "refuse_derivative"]
 
 # PyTorch's dispatch key for each device. "npu" is an out-of-tree backend on the key kept for those.
 DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "npu": "PrivateUse1", "meta": "Meta"}
@@ -20,21 +20,38 @@ DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "npu": "PrivateUse1", "meta": "Me
 logger = logging.getLogger("accel")
 
 
+def _not_loaded(device_type: str) -> str | None:
+    """Load what registers kernels for this device; why that cannot be, or None."""
+    if device_type == "cpu":
+        return _native.reason()
+    if device_type == "cuda":
+        return _triton.reason()
+    if device_type == "npu":
+        return _npu.reason()
+    return None
+
+
 @functools.cache
 def _missing_kernel(op: str, device_type: str) -> str | None:
     if device_type == "meta":
         return None  # every op has a fake
-    if device_type == "cpu" and (reason := _native.reason()):
+    reason = _not_loaded(device_type)
+    if reason and device_type != "cuda":  # there, Triton may be missing and CUDA C++ serve the op
         return reason
     key = DISPATCH_KEYS.get(device_type)
     if key and torch._C._dispatch_has_kernel_for_dispatch_key(op, key):
         return None
-    return f"no kernel for device {device_type!r}"
+    return reason or f"no kernel for device {device_type!r}"
 
 
 def missing_kernel(op: str, device_type: str) -> str | None:
     """Why `op`, say "accel::rms_norm_fwd", cannot run on a device of this type; None if it can."""
     return _missing_kernel(op, device_type)
+
+
+def forget() -> None:
+    """Ask anew which kernels there are: they have changed."""
+    _missing_kernel.cache_clear()
 
 
 @functools.cache

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["isa", "reason"]
+__all__ = ["isa", "mismatch", "reason"]
 
-LIBRARY_PATTERN = "_C*.so"
+LIBRARY_PATTERN = "_C.*so"
 PACKAGE = Path(__file__).parent.parent
 HOW_TO_BUILD = "build them with `pip install --no-build-isolation .` (needs g++ >= 11)"
 
@@ -32,13 +32,16 @@ def reason() -> str | None:
         torch.ops.load_library(libraries[0])
     except OSError as error:
         return f"{libraries[0].name} does not load: {error}; {HOW_TO_BUILD}"
-    built_for = torch.ops.accel._native_torch_version()
-    if _minor(built_for) != _minor(torch.__version__):
-        return (
-            f"{libraries[0].name} was built for torch {built_for}, "
-            f"this is torch {torch.__version__}; {HOW_TO_BUILD}"
-        )
+    if unfit := mismatch(libraries[0].name, torch.ops.accel._native_torch_version()):
+        return f"{unfit}; {HOW_TO_BUILD}"
     return None
+
+
+def mismatch(library: str, built_for: str) -> str | None:
+    """Why a library that was built for this version of PyTorch does not fit the one that runs, or None."""
+    if _minor(built_for) == _minor(torch.__version__):
+        return None
+    return f"{library} was built for torch {built_for}, this is torch {torch.__version__}"
 
 
 def isa() -> str:

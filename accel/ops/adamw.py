@@ -11,10 +11,10 @@ Letters     w  weight ("params"), m  exp_avg, v  exp_avg_sq, t  step, one for ea
             `torch.optim.Adam`, whose order of operations is kept, so a checkpoint goes both ways.
             Without bias correction the two 1 - beta^t are 1.
 Dtypes      w, m, v: float32 (w is the master weight of a model in bf16 or fp16). grad and copy:
-            float32, bfloat16 or float16. t: float32, on the host. All arithmetic is fp32; copy is w
-            rounded to nearest, ties to even. Or w is bfloat16 with an int16 remainder
-            (`accel.ops.remainder`): what is stepped is the fp32 number that both tell, and no copy is
-            needed.
+            float32, bfloat16 or float16. t: float32, on the host; or all of them beside CUDA parameters,
+            which a CUDA graph needs. All arithmetic is fp32; copy is w rounded to nearest, ties to even.
+            Or w is bfloat16 with an int16 remainder (`accel.ops.remainder`): what is stepped is the fp32
+            number that both tell, and no copy is needed.
 Moved       read grad, w, m, v; write w, m, v, copy: 28 bytes per element where all is fp32 and there
             is no copy, and where w has a remainder. Every tensor once.
 Order       element by element: neither the number of threads nor the other tensors change a bit.
@@ -105,9 +105,16 @@ def unsupported_reason(
     for tensors in (params, grads, exp_avgs, exp_avg_sqs, copies, remainders):
         if not all(t.is_contiguous() for t in tensors):
             return "a tensor that is not contiguous"
-    if any(t.dtype != torch.float32 or t.device.type != "cpu" for t in steps):
+    if any(t.dtype != torch.float32 for t in steps) or not _at_hand(steps, params[0].device):
         return "steps that are not float32 on the host"
     return missing_kernel("accel::adamw_", params[0].device.type)
+
+
+def _at_hand(steps: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether all are on the host, or all on the device, if it has kernels that count there."""
+    if all(t.device.type == "cpu" for t in steps):
+        return True
+    return device.type == "cuda" and all(t.device == device for t in steps)
 
 
 torch.library.define(

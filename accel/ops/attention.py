@@ -27,6 +27,9 @@ Dropout     z depends on seed, sequence (in the batch or pack), head, query and 
 Saved       q, k, v, out and lse (4 B H Q bytes).
 FLOPs       forward 4 B H Q K D, backward 10 B H Q K D; half of each if causal.
 Order       dk and dv are summed in one order: the number of threads changes no bit.
+CUDA        The fastest library that takes the call, or accel's Triton kernel: `_attention_backends`. The
+            values of cu_seqlens are not checked there, which would wait for the device. Only under
+            `torch.use_deterministic_algorithms` do all of them sum in one order.
 Limits      `unsupported_reason`. No additive or arbitrary mask, no attention sink. lse has no
             gradient, and a second derivative raises.
 """

@@ -14,8 +14,9 @@ In place    With `inplace` the backward writes dx over x, so that no second [T, 
             backward gets autograd's error, as does a second backward; plain reads see dx.
 Ranks       Each holds V / ranks consecutive tokens of the same rows. Two small all-reduces in the
             forward, of T and 2 T floats (3 T with smoothing); none in the backward.
-Order       Every row is one thread's work, in an order that V alone fixes: any number of threads
-            gives the same bits.
+Order       CPU: every row is one thread's work, in an order that V alone fixes: any number of threads
+            gives the same bits. CUDA: fixed by T, V and the number of processors, which say into how
+            many parts rows are split.
 Limits      `unsupported_reason`. Non-contiguous x is copied first. A second derivative raises.
             Rows whose dloss is 0 get dx = 0 without a look at x.
 """
@@ -49,7 +50,7 @@ def cross_entropy_ref(
     """
     vocab_start, vocab_size = shard(logits.shape[-1], group)
     if check_target:
-        _check_target(target, vocab_size, ignore_index)
+        check_target_range(target, vocab_size, ignore_index)
     x = logits if logits.dtype == torch.float64 else logits.float()
     shift = _all_reduce_max(x.detach().amax(-1), group)
     x = x - shift.unsqueeze(-1)
@@ -113,8 +114,9 @@ def _stats_fake(
 ) -> Tensor:
     """[3 or 4, T]: max, sum e^(x - max), x[target] - max (0 if elsewhere), sum (x - max).
 
-    All of this shard alone. Raises IndexError for a target that is neither below `vocab_size`, the
-    size of the whole vocabulary, nor `ignore_index`; `vocab_size` 0 checks nothing.
+    All of this shard alone. Raises IndexError (CUDA: fails an assertion on the device) for a target
+    that is neither below `vocab_size`, the size of the whole vocabulary, nor `ignore_index`;
+    `vocab_size` 0 checks nothing.
     """
     return logits.new_empty((4 if with_sum else 3, *target.shape), dtype=torch.float32)
 
@@ -253,7 +255,9 @@ def cross_entropy(
     Raises:
         ValueError: an input of the wrong shape, dtype, device or range, or `inplace` with logits
             that must not change.
-        IndexError: a target outside the vocabulary.
+        IndexError: a target outside the vocabulary. On CUDA nobody waits for the device to say so:
+            an assertion fails there, as in `torch.nn.functional.cross_entropy`, and the next call
+            that does wait raises.
 
     Where `unsupported_reason` has something to say, that is logged once and `cross_entropy_ref`
     computes instead, never in place.
@@ -312,7 +316,8 @@ def check_smoothing(op: str, label_smoothing: float, vocab_size: int) -> None:
         raise ValueError(f"{op}: label_smoothing needs a vocabulary of 2, got {vocab_size}")
 
 
-def _check_target(target: Tensor, vocab_size: int, ignore_index: int | None) -> None:
+def check_target_range(target: Tensor, vocab_size: int, ignore_index: int | None) -> None:
+    """Raise `IndexError` for a target outside the vocabulary; waits for the device."""
     bad = (target < 0) | (target >= vocab_size)
     if ignore_index is not None:
         bad &= target != ignore_index

@@ -8,7 +8,8 @@ Dtypes      x, W, y and the gradients: one of float32, bfloat16, float16, float6
             A main gradient that dW is added to: float32 as well, and then no bit of it is rounded to
             less on its way (`gemm_accumulate`).
 Saved       x and W, as autograd does anyway, and E counts.
-Kernels     The library's, one for each expert that has rows, straight into its rows of the result.
+Kernels     The library's, one for each expert that has rows, straight into its rows of the result. On CUDA
+            one for all experts, which reads the counts on the device: nobody waits for them.
 Order       that of the library's products.
 Limits      The weight gradient has no derivative; asking for it raises.
 """
@@ -46,12 +47,16 @@ torch.library.define(
     "accel::grouped_gemm_wgrad",
     "(Tensor dy, Tensor x, Tensor tokens_per_expert, bool transpose_b) -> Tensor",
 )
+torch.library.define(
+    "accel::grouped_gemm_add_wgrad_",
+    "(Tensor dy, Tensor x, Tensor tokens_per_expert, Tensor(a!)[] main_grads, bool transpose_b) -> ()",
+)
 _product = torch.ops.accel.grouped_gemm.default
 _wgrad = torch.ops.accel.grouped_gemm_wgrad.default
+_add_wgrad = torch.ops.accel.grouped_gemm_add_wgrad_.default
 
 
-@torch.library.impl("accel::grouped_gemm", "CompositeExplicitAutograd")
-def _grouped_gemm(
+def product_loop(
     x: Tensor, weights: list[Tensor], tokens_per_expert: Tensor, transpose_b: bool
 ) -> Tensor:
     """`weights`: E matrices, or one [E, ., .]."""
@@ -62,10 +67,7 @@ def _grouped_gemm(
     return y
 
 
-@torch.library.impl("accel::grouped_gemm_wgrad", "CompositeExplicitAutograd")
-def _grouped_gemm_wgrad(
-    dy: Tensor, x: Tensor, tokens_per_expert: Tensor, transpose_b: bool
-) -> Tensor:
+def wgrad_loop(dy: Tensor, x: Tensor, tokens_per_expert: Tensor, transpose_b: bool) -> Tensor:
     """[E, N, K] with transpose_b, [E, K, N] without; 0 for experts without rows."""
     left, right = (dy, x) if transpose_b else (x, dy)
     dw = x.new_empty(len(tokens_per_expert), left.shape[1], right.shape[1])
@@ -76,6 +78,21 @@ def _grouped_gemm_wgrad(
     for e in set(range(len(dw))) - seen:
         dw[e].zero_()
     return dw
+
+
+def add_wgrad_loop(
+    dy: Tensor, x: Tensor, tokens_per_expert: Tensor, main_grads: list[Tensor], transpose_b: bool
+) -> None:
+    """`main_grads`: E matrices, or one [E, ., .]."""
+    experts = _matrices(main_grads)
+    left, right = (dy, x) if transpose_b else (x, dy)
+    for e, rows in _groups(tokens_per_expert):
+        add_product(experts[e], left[rows].T, right[rows])
+
+
+torch.library.impl("accel::grouped_gemm", "CompositeExplicitAutograd", product_loop)
+torch.library.impl("accel::grouped_gemm_wgrad", "CompositeExplicitAutograd", wgrad_loop)
+torch.library.impl("accel::grouped_gemm_add_wgrad_", "CompositeExplicitAutograd", add_wgrad_loop)
 
 
 def _mm_out(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -113,6 +130,11 @@ def _wgrad_fake(dy: Tensor, x: Tensor, tokens_per_expert: Tensor, transpose_b: b
     return x.new_empty(tokens_per_expert.shape[0], left.shape[1], right.shape[1])
 
 
+@torch.library.register_fake("accel::grouped_gemm_add_wgrad_")
+def _add_wgrad_fake(*args: object) -> None:
+    return None
+
+
 def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
     x, weights, tokens_per_expert, ctx.transpose_b = inputs
     ctx.save_for_backward(x, tokens_per_expert, *weights)
@@ -145,7 +167,9 @@ def grouped_gemm(
     Args:
         x: `[T, K]`, any floating dtype; the rows of expert 0 first, then those of expert 1.
         weight: `[E, K, N]`, or `[E, N, K]` with `transpose_b`; or E such matrices.
-        tokens_per_expert: `[E]` int64 on the CPU: how many rows each has, 0 included; T in all.
+        tokens_per_expert: `[E]` int64: how many rows each has, 0 included; T in all. On the CPU or on
+            the device of x, where nobody looks at them: of counts that sum up to less than T, the rows
+            beyond are left undefined.
         transpose_b: the matrices are stored as `[N, K]`, as those of a linear layer are.
 
     Returns:
@@ -156,7 +180,17 @@ def grouped_gemm(
     """
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     _check(x, weights, isinstance(weight, Tensor), tokens_per_expert, transpose_b)
+    if x.device.type == "cuda" and not torch.compiler.is_compiling():
+        # Once for the forward and both products of the backward.
+        tokens_per_expert = _on_cuda(tokens_per_expert, x.device)
     return _product(x, weights, tokens_per_expert, transpose_b)
+
+
+def _on_cuda(counts: Tensor, device: torch.device) -> Tensor:
+    """The counts there, without waiting for the device."""
+    if counts.device.type == "cpu":
+        return counts.pin_memory().to(device, non_blocking=True)
+    return counts
 
 
 def accumulate_wgrad(
@@ -174,9 +208,8 @@ def accumulate_wgrad(
         main_grads: `[E, K, N]` (`[E, N, K]` with `transpose_b`), or E such matrices; float32, or the
             dtype of x. Experts without rows keep theirs.
     """
-    left, right = (dy, x) if transpose_b else (x, dy)
-    for e, rows in _groups(tokens_per_expert):
-        add_product(main_grads[e], left[rows].T, right[rows])
+    grads = [main_grads] if isinstance(main_grads, Tensor) else list(main_grads)
+    _add_wgrad(dy, x, tokens_per_expert, grads, transpose_b)
 
 
 def _check(
@@ -187,9 +220,11 @@ def _check(
             f"grouped_gemm: x must be floating of shape [T, K], got {x.dtype} {list(x.shape)}"
         )
     counts = tokens_per_expert
-    if counts.ndim != 1 or counts.dtype != torch.int64 or counts.device.type != "cpu":
+    at_hand = counts.device.type == "cpu" or counts.device == x.device
+    if counts.ndim != 1 or counts.dtype != torch.int64 or not at_hand:
+        where = "" if x.device.type == "cpu" else f" or on {x.device}"
         raise ValueError(
-            "grouped_gemm: tokens_per_expert must be torch.int64 of shape [E] on the cpu, got "
+            f"grouped_gemm: tokens_per_expert must be torch.int64 of shape [E] on the cpu{where}, got "
             f"{counts.dtype} {list(counts.shape)} on {counts.device}"
         )
     num_experts = counts.shape[0]
@@ -217,8 +252,9 @@ def _check(
 
 
 def _check_counts(counts: Tensor, num_rows: int) -> None:
-    if torch.compiler.is_compiling():
-        return  # values are not known while tracing; the slices of the products must fit anyway
+    if torch.compiler.is_compiling() or counts.device.type != "cpu":
+        # Not known while tracing, or not without waiting. What reads the rows must keep to them anyway.
+        return
     if int(counts.min()) < 0 or int(counts.sum()) != num_rows:
         raise ValueError(
             f"grouped_gemm: tokens_per_expert must not be negative and sum up to {num_rows}, the rows "

@@ -6,8 +6,10 @@
 Letters     T  rows of h;   H  hidden size, the columns of h and W;   V  the vocabulary, rows of W
 Dtypes      h, W, dh, dW: float32, bfloat16 or float16, all the same. x and dx have it too, as they
             would have whole. loss: float32. Sums over pieces: float32.
-Pieces      [rows, tokens] of x, at most `ROWS_PER_BLOCK` (with a grad_buffer; else T) by
-            `tokens_per_chunk`. The products are torch's own and `gemm_accumulate`.
+Pieces      [rows, tokens] of x, by `PIECES` of the device: at most as many rows (the backward
+            without a grad_buffer: T) by as many tokens, or `tokens_per_chunk`. The products are
+            torch's own (on CUDA cuBLAS) and `gemm_accumulate`, what is between them the kernels of
+            `cross_entropy`. No step waits for the device.
 Saved       h, W, the target and 12 T bytes (16 T with smoothing).
 Cost        8 T H V flops where whole logits need 6: the gradient of each row's loss is known only in
             the backward, and dW sums over rows, so x must be made twice. What it buys is memory:
@@ -21,7 +23,7 @@ Order       Fixed by the shapes; the products keep what torch.mm promises.
 Limits      `unsupported_reason`. A second derivative raises.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,14 +45,31 @@ from accel.ops.gemm_accumulate import unsupported_reason as unsupported_sum
 
 __all__ = ["linear_cross_entropy", "linear_cross_entropy_ref", "unsupported_reason"]
 
-ROWS_PER_BLOCK = 512
-"""Rows of h that share one pass over W, where a grad_buffer takes up dW. From here on more rows make
-the products no faster (bf16, H 2048, 2 threads of an AMD Zen 4: 416 to 441 GFLOP/s for 512 x 1024,
-387 to 437 for 2048 x 2048, 336 to 407 for 128 x 32000), and fewer add to the buffer more often."""
 
-TOKENS_PER_CHUNK = 512
-"""At T 2048, H 2048, V 32000 a step takes 2.7 to 3.0 s with 512 as with 1024, and holds 18.5 MiB
-against 25.0."""
+class _Piece(NamedTuple):
+    """The most of the logits that is there at a time."""
+
+    rows: int
+    tokens: int
+
+
+PIECES = {"cpu": _Piece(512, 512), "cuda": _Piece(8192, 8192)}
+"""By type of device; others as CUDA.
+
+CPU: from 512 rows on, more make the products no faster (bf16, H 2048, 2 threads of an AMD Zen 4: 416
+to 441 GFLOP/s for 512 x 1024, 387 to 437 for 2048 x 2048, 336 to 407 for 128 x 32000), and fewer add to
+the buffer more often. At T 2048, H 2048, V 32000 a step takes 2.7 to 3.0 s with 512 tokens as with
+1024, and holds 18.5 MiB against 25.0.
+
+CUDA, not measured: a piece is 128 MiB of bf16, where V 131072 has 2 GiB of logits. What decides is the
+fp32 sum of dh, 8 bytes of each element moved for 2 `tokens` operations: at an H100's 700 TFLOP/s and
+3 TB/s 11 % of the product's time with 8192 tokens, 45 % with 2048. The same holds for the buffer and rows.
+A product of 8192 x 8192 has 2048 tiles of 128 x 256, 15.5 for each of 132 processors.
+"""
+
+
+def _piece(device: torch.device) -> _Piece:
+    return PIECES.get(device.type, PIECES["cuda"])
 
 
 def linear_cross_entropy_ref(
@@ -161,8 +180,9 @@ def _stats(
     stats_CKT = hidden.new_empty(
         (len(chunks), 4 if with_sum else 3, len(target)), dtype=torch.float32
     )
-    logits = _Logits(hidden, weight, ROWS_PER_BLOCK, tokens_per_chunk)
-    for rows in _pieces(len(target), ROWS_PER_BLOCK):
+    rows_per_block = _piece(hidden.device).rows
+    logits = _Logits(hidden, weight, rows_per_block, tokens_per_chunk)
+    for rows in _pieces(len(target), rows_per_block):
         checked = vocab_size  # by the first chunk, for all
         for stats_KT, tokens in zip(stats_CKT, chunks, strict=True):
             piece = logits.make(rows, tokens)
@@ -171,7 +191,9 @@ def _stats(
                 piece, target[rows], first, checked, ignore_index, with_sum
             )
             checked = 0
-    sizes_C1 = torch.tensor([[t.stop - t.start] for t in chunks], device=hidden.device)
+    # Counted on the device: a tensor made of a list would be copied there, and waited for.
+    starts_C1 = torch.arange(0, len(weight), tokens_per_chunk, device=hidden.device).unsqueeze(1)
+    sizes_C1 = (len(weight) - starts_C1).clamp(max=tokens_per_chunk)
     local = target - vocab_start
     is_here = (local >= 0) & (local < len(weight))
     return _merge(stats_CKT, sizes_C1, (local * is_here) // tokens_per_chunk, is_here)
@@ -244,9 +266,10 @@ def _backward_into(
     tokens_per_chunk: int,
 ) -> Tensor:
     """dh [T, H]; dW is added to the buffer, block of rows by block of rows."""
-    logits = _Logits(hidden, weight, ROWS_PER_BLOCK, tokens_per_chunk)
+    rows_per_block = _piece(hidden.device).rows
+    logits = _Logits(hidden, weight, rows_per_block, tokens_per_chunk)
     dhidden = torch.empty_like(hidden)
-    for rows in _pieces(len(hidden), ROWS_PER_BLOCK):
+    for rows in _pieces(len(hidden), rows_per_block):
         dhidden_sum = torch.zeros_like(hidden[rows], dtype=torch.float32)
         block_stats = stats[:, rows].contiguous()
         for tokens in _pieces(len(weight), tokens_per_chunk):
@@ -337,7 +360,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     ignore_index: int | None = -100,
     check_target: bool = True,
-    tokens_per_chunk: int = TOKENS_PER_CHUNK,
+    tokens_per_chunk: int | None = None,
     grad_buffer: Tensor | None = None,
 ) -> Tensor:
     """`-log softmax(hidden @ weight.t())[target]` of each row.
@@ -347,7 +370,7 @@ def linear_cross_entropy(
         weight: `[V, H]`, the dtype and device of hidden. With a group, this rank's tokens: rank r
             holds those from r V on.
         target, group, label_smoothing, ignore_index, check_target: see `cross_entropy`.
-        tokens_per_chunk: how many columns of the logits exist at a time.
+        tokens_per_chunk: how many columns of the logits exist at a time; None: `PIECES` says.
         grad_buffer: `[V, H]` in `torch.float32`, contiguous. The backward adds dW to it and hands
             none to autograd (what Megatron calls main_grad). Memory is then bounded in T too.
 
@@ -357,11 +380,13 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: an input of the wrong shape, dtype, device or range.
-        IndexError: a target outside the vocabulary.
+        IndexError: a target outside the vocabulary (on CUDA an assertion, as in `cross_entropy`).
 
     Where `unsupported_reason` has something to say, that is logged once and
     `linear_cross_entropy_ref`, with whole logits, computes instead.
     """
+    if tokens_per_chunk is None:
+        tokens_per_chunk = _piece(hidden.device).tokens
     _check_inputs(hidden, weight, target, label_smoothing, group, tokens_per_chunk, grad_buffer)
     target = target.long()
     if reason := unsupported_reason(hidden, weight, target):

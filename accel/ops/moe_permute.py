@@ -16,7 +16,8 @@ Saved       the map; y and probs where unpermute has probs.
 Moved       permute T N + P N elements: a token is read once for all its rows; unpermute as much, in
             the other direction. Each is the gradient of the other.
 Order       of every sum: the rows of a token ascending. The number of threads changes no bit.
-Limits      `unsupported_reason`. Results are contiguous. A second derivative raises.
+Limits      `unsupported_reason`. Results are contiguous. A second derivative raises. The values of a map
+            are checked on the CPU only: a GPU would have to be waited for.
 """
 
 from typing import Any
@@ -296,7 +297,8 @@ def moe_permute(
         `[P, N]` like x, and `[P]` like probs (None without probs).
 
     Raises:
-        ValueError: an input of the wrong shape, dtype or device; a row that names no token.
+        ValueError: an input of the wrong shape, dtype or device; on the CPU, a row that names no
+            token.
 
     Where `unsupported_reason` has something to say, that is logged once and `moe_permute_ref` computes.
     """
@@ -326,7 +328,8 @@ def moe_unpermute(
         `[T, N]` like y; 0 for a token without rows.
 
     Raises:
-        ValueError: an input of the wrong shape, dtype or device; a row that names no token.
+        ValueError: an input of the wrong shape, dtype or device; on the CPU, a row that names no
+            token.
 
     Where `unsupported_reason` has something to say, that is logged once and `moe_unpermute_ref`
     computes.

@@ -19,7 +19,13 @@ Moved       read and written once. q and k may be any views whose last dimension
             of a fused qkv: they are read where they lie.
 Tables      cos and sin are computed once per freqs tensor (storage, view and version) and kept as
             long as its storage lives: half as wide as freqs where a1 = a2, so as many bytes as freqs.
-            Not within `torch.compile` and for inference tensors, which have no version.
+            Not within `torch.compile`, not while a CUDA graph is captured, and not for inference
+            tensors, which have no version. The host does not wait for a GPU to learn whether
+            a1 = a2: until it has heard, it takes the whole width, which gives the same bits.
+Lengths     On the CPU, `cu_seqlens` that do not fit are an error. A GPU's are read by the kernel
+            alone, since the host would have to wait for them: there, a token in no sequence or with
+            a position beyond `freqs`, and all of a sequence that does not split into its
+            context-parallel chunks, come out as NaN.
 Limits      `unsupported_reason`.
 """
 
@@ -131,12 +137,34 @@ def _gradients(ctx: Any, dys: list[Tensor]) -> tuple[list[Tensor] | None, ...]:
 torch.library.register_autograd("accel::rope", _gradients, setup_context=_save)
 
 
+class _OneAngle:
+    """Whether both members of every pair have one angle, without waiting for a GPU to say so."""
+
+    def __init__(self, tables: "Tables") -> None:
+        same = [(a == b).all() for a, b in (t.chunk(2, dim=-1) for t in (tables.cos, tables.sin))]
+        self.said = torch.logical_and(*same)
+        self.when: torch.cuda.Event | None = None
+        if self.said.is_cuda:
+            on_host = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self.said = on_host.copy_(self.said, non_blocking=True)
+            self.when = torch.cuda.Event()
+            self.when.record(torch.cuda.current_stream(tables.cos.device))
+
+    def answer(self) -> bool | None:
+        """None for not yet."""
+        if self.said.is_meta or (self.when is not None and not self.when.query()):
+            return None
+        return bool(self.said)
+
+
 class Tables(NamedTuple):
     """cos and sin, fp32 `[rows, 1 or B, R]`, or `[..., R/2]` where both members of a pair have one
     angle."""
 
     cos: Tensor
     sin: Tensor
+    one_angle: _OneAngle | None = None
+    """Asked, and not yet answered."""
 
 
 class _TablesOfFreqs:
@@ -146,7 +174,7 @@ class _TablesOfFreqs:
         self.by_storage: dict[StorageWeakRef, dict[tuple, Tables]] = {}
 
     def get(self, freqs: Tensor, layout: Layout, mscale: float) -> Tables:
-        if torch.compiler.is_compiling() or freqs.is_inference():
+        if torch.compiler.is_compiling() or freqs.is_inference() or _is_capturing(freqs):
             return _tables(freqs, layout, mscale)
         storage = StorageWeakRef(freqs.untyped_storage())
         tables_by_view = self.by_storage.get(storage)
@@ -159,7 +187,10 @@ class _TablesOfFreqs:
         if key not in tables_by_view:
             for stale in [k for k in tables_by_view if k[4] != freqs._version]:
                 del tables_by_view[stale]
-            tables_by_view[key] = _without_twins(_tables(freqs, layout, mscale))
+            tables = _tables(freqs, layout, mscale)
+            tables_by_view[key] = tables._replace(one_angle=_OneAngle(tables))
+        if tables_by_view[key].one_angle is not None:
+            tables_by_view[key] = _without_twins(tables_by_view[key])
         return tables_by_view[key]
 
 
@@ -176,10 +207,19 @@ def _tables(freqs: Tensor, layout: Layout, mscale: float) -> Tables:
 
 
 def _without_twins(tables: Tables) -> Tables:
-    """Half the width where both members of every pair have the same angle."""
-    firsts, seconds = zip(*(t.chunk(2, dim=-1) for t in tables), strict=True)
-    same = all(torch.equal(a, b) for a, b in zip(firsts, seconds, strict=True))
-    return Tables(*(t.contiguous() for t in firsts)) if same else tables
+    """Half the width where both members of every pair have the same angle, once that is known."""
+    same = None if tables.one_angle is None else tables.one_angle.answer()
+    if same is None:
+        return tables
+    cos, sin = tables.cos, tables.sin
+    if same:
+        cos, sin = (t.chunk(2, dim=-1)[0].contiguous() for t in (cos, sin))
+    return Tables(cos, sin)
+
+
+def _is_capturing(freqs: Tensor) -> bool:
+    """Whether this goes into a CUDA graph, which may run with other angles in the same memory."""
+    return freqs.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def rope(
@@ -212,7 +252,8 @@ def rope(
         q and k, rotated; contiguous.
 
     Raises:
-        ValueError: an input of the wrong rank, shape, dtype or device; lengths that do not fit.
+        ValueError: an input of the wrong rank, shape, dtype or device; on the CPU, lengths that do not
+            fit (on a GPU they give NaN, see above).
 
     Where `unsupported_reason` has something to say, that is logged once and `rope_ref` computes
     instead.
@@ -233,9 +274,11 @@ def rope(
     xs = [q] if k is None else [q, k]
     if cu_seqlens is not None:
         xs = [x.unsqueeze(1) for x in xs]
+    tables = _TABLES.get(freqs, layout, mscale)
     ys = _rope(
         xs,
-        *_TABLES.get(freqs, layout, mscale),
+        tables.cos,
+        tables.sin,
         cu_seqlens,
         cp_size,
         cp_rank,

@@ -14,7 +14,8 @@ s / sum of s), and the k largest as a map.
 Letters     T  tokens;   E  experts;   k  experts for each token
 Dtypes      logits: float32, bfloat16 or float16; p in the same. bias: any float. All arithmetic fp32.
 Ties        where the k-th and the next value are equal, `torch.topk`'s own choice on this device, which
-            is neither the lowest index nor the highest: the kernel asks the same function.
+            is neither the lowest index nor the highest on the CPU: the kernel asks the same function. On
+            CUDA it is the lowest index, NaN above all and -0 below 0, and the kernel's choice too.
 Saved       logits and the map: E (bytes of a logit + 1) for each token. Scores are computed again.
 Moved       forward one read of the logits, one write of p and of the map; backward one read more.
 Limits      `unsupported_reason`. A second derivative raises.

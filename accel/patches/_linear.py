@@ -21,6 +21,7 @@ from torch import Tensor
 
 from accel.parallel import overlap
 from accel.parallel.linear import Layout, parallel_linear
+from accel.patches.cpu_offloading import OffloadedLayers
 from accel.patching import Patch
 
 __all__ = ["LINEAR", "OVERLAP", "switch_on"]
@@ -121,7 +122,7 @@ def _row_stays(layer: Any) -> bool:
         layer.tp_group.size() == 1
         or layer.explicit_expert_comm
         or not layer.input_is_parallel
-        or layer.config._cpu_offloading_context is not None
+        or not isinstance(layer.config._cpu_offloading_context, OffloadedLayers | None)
         or _upstream_needed(layer.weight, getattr(layer, "gtp_remat_size", 1))
     )
 

@@ -1,7 +1,7 @@
 """Checkpoints of Megatron's optimizers resume with torch's Adam.
 
 Without Apex and Transformer Engine, Megatron runs torch's Adam, whose step count is a tensor of each
-parameter's state. The checkpoint code has four faults with it:
+parameter's state. The checkpoint code has five faults with it:
 
 * the distributed optimizer asks its states for the step count. Before a load there are none, and on a rank
   whose shards are empty there never are (experts of few parameters): it fails on ``assert len(steps) == 1``.
@@ -11,8 +11,10 @@ parameter's state. The checkpoint code has four faults with it:
   silently wrong; here each parameter gets the saved step count, as a tensor of its own;
 * an fp32 model's weights are views that require a gradient, into which the load copies with autograd on;
   here it copies under ``no_grad``;
-* the other optimizers save no step count before their first step, and stop at ``KeyError: 'step'`` when they
-  load that; here it is 0, if the moments are 0 too.
+* the states that Megatron makes ahead of a load have moments, but no step count, and a step from there stops
+  at ``KeyError: 'step'``; here it is that of the other parameters, or 0;
+* likewise for what was saved so, by the optimizers that are not distributed; here it is 0, if the moments are
+  0 too.
 """
 
 from __future__ import annotations
@@ -72,6 +74,13 @@ FEATURE = Feature(
                 why="What was saved before the first step has no step count, which torch's Adam asks for.",
             )
             for optimizer in ("Float16OptimizerWithFloat16Params", "FP32Optimizer")
+        ),
+        Patch(
+            target="megatron.core.optimizer.optimizer:MegatronOptimizer.__init__",
+            replacement="accel.patches.adam_resume:with_step_counts_from_the_start",
+            how="wrap",
+            expects=("self", "optimizer", "config", "init_state_fn"),
+            why="States that are made ahead of a load have no step count, which torch's Adam asks for.",
         ),
     ),
 )
@@ -148,6 +157,31 @@ def unstarted_loads_step_0(
         load_state_dict(self, state_dict)
 
     return load
+
+
+def with_step_counts_from_the_start(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def init_(
+        self: Any, optimizer: Any, config: Any, init_state_fn: Callable = lambda x: None
+    ) -> None:
+        if isinstance(optimizer, torch.optim.Adam) and init_state_fn is not None:
+            init_state_fn = _counting(init_state_fn)
+        init(self, optimizer, config, init_state_fn)
+
+    return init_
+
+
+def _counting(init_states: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init_states)
+    def init_states_(optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        init_states(optimizer, *args)
+        steps = (state["step"] for state in optimizer.state.values() if "step" in state)
+        step = next(steps, torch.tensor(0.0))
+        for state in optimizer.state.values():
+            if "exp_avg" in state and "step" not in state:
+                state["step"] = step.clone()
+
+    return init_states_
 
 
 def _count_from_0(states: dict[Any, Any]) -> None:

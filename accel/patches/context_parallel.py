@@ -16,8 +16,8 @@ A causal mask or none, grouped queries with fewer heads of keys than ranks, keys
 widths (MLA), packed sequences (each a multiple of 2 x CP), sliding windows (``p2p`` gathers the keys for
 these), recomputation, dynamic groups (``PackedSeqParams.cp_group``). ``--reset-attention-mask``: documents
 may begin and end anywhere; keys are gathered unless heads are exchanged. Attention dropout drops what one
-rank would drop, if each chunk, a sequence's 2 x CP-th part, is a multiple of 64. Results differ from one
-rank's by rounding alone.
+rank would drop, if each chunk, a sequence's 2 x CP-th part, is a multiple of 64; else it drops as many
+others, and a line says so. Otherwise results differ from one rank's by rounding alone.
 
 ``--accel-context-parallel-window W`` makes two rings: one of W neighbours, while the next W ranks' keys are
 on their way. ``--accel-context-parallel-keep keys`` or ``all`` keeps the received keys, or keys and values,

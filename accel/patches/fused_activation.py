@@ -28,7 +28,7 @@ from torch import Tensor
 from accel import ops
 from accel.feature import Context, Feature
 from accel.ops._dispatch import log_fallback
-from accel.patches._kernels import kernel_missing
+from accel.patches._kernels import kernels
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
 
@@ -153,7 +153,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("swiglu", "geglu", "bias_gelu", "squared_relu"),
-    unavailable=kernel_missing,
+    unavailable=kernels("activation_fwd"),
     idle=_nothing_fused,
     patches=(
         _patch(

@@ -33,7 +33,7 @@ from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from accel.ops import adamw, l2_norm
 from accel.ops import scale as scale_all
 from accel.ops._dispatch import log_fallback
-from accel.patches._kernels import kernel_missing
+from accel.patches._kernels import kernels
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
 
@@ -49,7 +49,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("adamw",),
-    unavailable=kernel_missing,
+    unavailable=kernels("adamw_", "l2_norm", "scale_"),
     patches=(
         Patch(
             target=f"{_OPTIMIZER}:MegatronOptimizer.__init__",

@@ -12,6 +12,10 @@ from Megatron's RNG tracker where upstream draws S x S, so other elements are dr
 ``local`` as well, which upstream accepts only with ``--spec local``. ``unfused`` is upstream's own
 attention. The kernel is deterministic, so ``--deterministic-mode`` takes it too.
 
+On CUDA the fastest kernel that is installed and takes the call runs: FlashAttention 4 or 3, cuDNN's,
+accel's own in Triton, FlashAttention-2, in an order for each generation of GPUs. The start-up table says
+which, and why not those before it; ``ACCEL_ATTENTION_BACKEND`` puts one first. Dropout is Triton's alone.
+
 A mask tensor is compared with the causal one, once for each tensor; one that hides nothing is full
 attention. Upstream's own attention runs, and one line says why, for any other mask, for a softmax with
 an offset (attention sinks) and for tensors that the kernel does not take. A window of -1 is no limit, as
@@ -25,15 +29,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from accel.feature import Context, Feature
 from accel.layers.attention import mask_kind, packed_starts
 from accel.ops import attention
+from accel.ops._attention_backends import describe
 from accel.ops._dispatch import log_fallback
 from accel.ops.attention import unsupported_reason
 from accel.patches._attention import dropout_of, never_served, scale_of
-from accel.patches._kernels import kernel_missing
+from accel.patches._kernels import kernels
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
 
@@ -150,6 +156,14 @@ def accept_backends(context: Context) -> list[str]:
     return notes
 
 
+def choose_backend(context: Context) -> list[str]:
+    """Also say which of CUDA's kernels the start-up table means, and why not a better one."""
+    notes = accept_backends(context)
+    if context.device == "cuda" and torch.cuda.is_available():
+        notes.append(f"attention on CUDA: {describe(torch.cuda.get_device_capability())}")
+    return notes
+
+
 def _unfused(context: Context) -> str | None:
     backend = getattr(getattr(context.args, "attention_backend", None), "name", None)
     return "--attention-backend unfused asks for upstream's own" if backend == "unfused" else None
@@ -162,9 +176,9 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("attention",),
-    unavailable=kernel_missing,
+    unavailable=kernels("attention_fwd"),
     idle=_unfused,
-    prepare=accept_backends,
+    prepare=choose_backend,
     patches=(
         Patch(
             target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",

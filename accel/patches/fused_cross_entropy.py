@@ -13,8 +13,7 @@ another loss that saved them for its own backward gets autograd's error about a 
 ``--no-accel-fused-cross-entropy`` is the way out. Logits that are a leaf are never written over.
 
 Does not apply: label smoothing over several tensor-parallel ranks stays with Megatron, which
-smooths over each rank's shard alone (so that the ranks disagree about the loss); no GPU or NPU
-kernel yet.
+smooths over each rank's shard alone (so that the ranks disagree about the loss).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from accel.feature import Context, Feature
 from accel.ops import cross_entropy
 from accel.ops._dispatch import log_fallback
 from accel.ops.cross_entropy import overwritable
-from accel.patches._kernels import kernel_missing
+from accel.patches._kernels import kernels
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, te_installed
 
@@ -106,7 +105,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("cross_entropy",),
-    unavailable=kernel_missing,
+    unavailable=kernels("cross_entropy_stats"),
     prepare=without_te,
     patches=(
         Patch(

@@ -23,7 +23,7 @@ from torch import Tensor
 from accel.feature import Feature
 from accel.ops import moe_permute, moe_row_map, moe_unpermute
 from accel.ops.moe_permute import unsupported_reason
-from accel.patches._kernels import kernel_missing
+from accel.patches._kernels import kernels
 from accel.patches.moe_fusion import (
     fused_sort_chunks_by_index,
     fused_sort_chunks_by_index_with_probs,
@@ -127,7 +127,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("moe_permute",),
-    unavailable=kernel_missing,
+    unavailable=kernels("moe_row_map", "moe_permute_fwd", "moe_unpermute_fwd"),
     patches=(
         Patch(
             target=f"{_UTILS}:permute",

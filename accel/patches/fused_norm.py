@@ -10,7 +10,7 @@ same dtype.
 from __future__ import annotations
 
 from accel.feature import Feature
-from accel.patches._kernels import kernel_missing
+from accel.patches._kernels import kernels
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -25,7 +25,7 @@ FEATURE = Feature(
     megatron=SUPPORTED_RANGE,
     requires=("norm",),
     benchmarks=("rms_norm", "layer_norm"),
-    unavailable=kernel_missing,
+    unavailable=kernels("rms_norm_fwd", "layer_norm_fwd"),
     patches=(
         Patch(
             target="accel.layers.norm:rms_norm",

@@ -23,7 +23,7 @@ from accel.feature import Feature
 from accel.ops import rope
 from accel.ops._dispatch import log_fallback
 from accel.ops.rope import Layout
-from accel.patches._kernels import kernel_missing
+from accel.patches._kernels import kernels
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -114,7 +114,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("rope",),
-    unavailable=kernel_missing,
+    unavailable=kernels("rope"),
     patches=(
         Patch(
             target="megatron.core.models.common.embeddings.rope_utils:_apply_rotary_pos_emb_bshd",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from accel.feature import Feature
 from accel.ops import masked_softmax
-from accel.patches._kernels import kernel_missing
+from accel.patches._kernels import kernels
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
 
@@ -54,7 +54,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("masked_softmax",),
-    unavailable=kernel_missing,
+    unavailable=kernels("masked_softmax_fwd"),
     patches=(
         Patch(
             target="megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.forward_torch_softmax",

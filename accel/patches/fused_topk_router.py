@@ -23,7 +23,7 @@ from torch import Tensor
 from accel.feature import Feature
 from accel.ops import moe_aux_scores
 from accel.ops.topk_router import unsupported_reason
-from accel.patches._kernels import kernel_missing
+from accel.patches._kernels import kernels
 from accel.patches.moe_fusion import fused_topk_with_score_function, masked
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
@@ -91,7 +91,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("topk_router",),
-    unavailable=kernel_missing,
+    unavailable=kernels("topk_router_fwd", "moe_aux_scores_fwd"),
     patches=(
         Patch(
             target=f"{_UTILS}:topk_routing_with_score_function",

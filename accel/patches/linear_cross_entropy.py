@@ -32,7 +32,7 @@ from torch import Tensor
 from accel.feature import Feature
 from accel.ops import linear_cross_entropy
 from accel.ops._dispatch import log_fallback
-from accel.patches._kernels import kernel_missing
+from accel.patches._kernels import kernels
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -196,7 +196,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("linear_cross_entropy",),
-    unavailable=kernel_missing,
+    unavailable=kernels("cross_entropy_stats"),
     conflicts={
         "mtp_num_layers": "multi-token prediction counts accepted tokens from whole logits",
         "defer_embedding_wgrad_compute": "it keeps the gradient of whole logits",

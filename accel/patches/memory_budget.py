@@ -53,7 +53,7 @@ from accel.memory.planner import CannotMeet, Layer, Plan, choose, table
 from accel.memory.recompute import Recomputed
 from accel.patches import recompute_activation, swap_attention
 from accel.patches._inner_masters import HOST, SHARED, WANTED
-from accel.patches._kernels import kernel_missing
+from accel.patches._kernels import kernels
 from accel.patches.recompute_modules import megatrons_generators, recompute_norms
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
@@ -525,13 +525,14 @@ FEATURE = Feature(
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
     requires=("recompute_modules",),
-    unavailable=kernel_missing,
+    unavailable=kernels(),
     conflicts={
         "recompute_granularity": "the plan says what is computed again",
         "recompute_norm": "the plan says what is computed again",
         "recompute_activation": "the plan says what is computed again",
         "swap_attention": "the plan says what is swapped",
         "fine_grained_activation_offloading": "the plan does not know what is moved",
+        "cpu_offloading_num_layers": "the plan does not know what is moved",
     },
     settings=(
         Setting(

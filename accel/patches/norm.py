@@ -19,10 +19,22 @@ from typing import Any
 
 import torch
 
-from accel.feature import Feature
+from accel.feature import Context, Feature
 from accel.layers.norm import LayerNorm, RMSNorm
-from accel.patching import Patch
+from accel.patching import Patch, replaced_by
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
+
+_PROVIDER = "megatron.core.models.backends:LocalSpecProvider.layer_norm"
+
+
+def _made_by_others(context: Context) -> str | None:
+    """Liger's patch of the local spec gives RMSNorms that never come to Megatron's own class."""
+    args = context.args
+    if args is None or args.normalization != "RMSNorm" or args.transformer_impl != "local":
+        return None
+    other = replaced_by(_PROVIDER)
+    return f"{other} has replaced {_PROVIDER} and makes the RMSNorms" if other else None
+
 
 FEATURE = Feature(
     name="norm",
@@ -30,6 +42,7 @@ FEATURE = Feature(
     preset="exact",
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
+    idle=_made_by_others,
     patches=(
         Patch(
             target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",

@@ -225,6 +225,7 @@ FEATURE = Feature(
     benchmarks=("activation_memory",),
     conflicts={
         "fine_grained_activation_offloading": "both move what attention saves",
+        "cpu_offloading_num_layers": "both move what attention saves",
     },
     settings=(
         Setting(

@@ -253,9 +253,12 @@ def import_with_layers(
 
 
 def importing_layers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The package itself is imported where there is one after all."""
+
     @functools.wraps(original)
     def importing(*args: Any, **kwargs: Any) -> Any:
-        return told(original, _modules())(*args, **kwargs)
+        there = "transformer_engine" in sys.modules
+        return told(original, {} if there else _modules())(*args, **kwargs)
 
     return importing
 

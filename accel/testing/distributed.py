@@ -29,7 +29,7 @@ import pytest
 
 from accel.testing.ranks import Launcher
 
-__all__ = ["launch", "under_torchrun"]
+__all__ = ["free_port", "launch", "under_torchrun"]
 
 SECONDS_PER_TEST = 300
 """Says that a rank hangs, so it is many times what the longest test needs on a quiet machine."""
@@ -148,14 +148,14 @@ def fresh_store(request: pytest.FixtureRequest) -> Callable[[], None]:
         store = _agent_store(request.session)
         key = f"accel-testing/{request.node.nodeid}/{next(calls)}"
         if os.environ["RANK"] == "0":
-            store.set(key, str(_free_port(store.host)))
+            store.set(key, str(free_port(store.host)))
         os.environ["MASTER_PORT"] = store.get(key).decode()
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
     return call
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str) -> int:
     """Below those that the system gives to connections, which might take it before a store listens there."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)

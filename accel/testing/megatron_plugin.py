@@ -15,6 +15,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -122,7 +123,10 @@ def reuse_groups() -> None:
 
     @functools.wraps(destroy)
     def destroy_and_keep(*args: Any, **kwargs: Any) -> None:
-        destroy(*args, **kwargs)
+        with mock.patch.object(
+            dist, "destroy_process_group"
+        ):  # of its gloo groups: they are kept too
+            destroy(*args, **kwargs)
         for name, group in taken:
             free.setdefault(name, []).append(group)
         taken.clear()
@@ -134,6 +138,24 @@ def reuse_groups() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     done = set(json.loads(Path(os.environ[RESULTS] + ".done").read_text()))
     items[:] = [item for item in items if item.nodeid.partition("::")[2] not in done]
+    if done:
+        _initialize_as_earlier_tests_did()
+    _keep_folders_that_rank_0_removes()
+
+
+def _initialize_as_earlier_tests_did() -> None:
+    """Many of upstream's tests count on the default group of those before them."""
+    utilities: Any = sys.modules.get("tests.unit_tests.test_utilities")
+    if utilities is not None:
+        utilities.Utils.initialize_distributed()
+
+
+def _keep_folders_that_rank_0_removes() -> None:
+    """Upstream's temporary folder of all ranks has a finalizer on each: a late one removes that of the next
+    test, which has the same name."""
+    helpers: Any = sys.modules.get("tests.unit_tests.dist_checkpointing")
+    if helpers is not None and os.environ["RANK"] != "0":
+        helpers.TempNamedDir._cleanup = classmethod(lambda *args, **kwargs: None)
 
 
 class Recorder:
@@ -142,6 +164,9 @@ class Recorder:
 
     def write(self, test: str, outcome: str, reason: str = "") -> None:
         self.file.write(json.dumps({"test": test, "outcome": outcome, "reason": reason}) + "\n")
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.write("", "collected", str(len(session.items)))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.write(nodeid, "started")

@@ -5,16 +5,17 @@
 CHECKOUT is a clone of Megatron-LM at a supported version; its own `megatron` is what is tested. Each test
 file runs on 8 gloo ranks, forked from one process that has imported torch and Megatron already, and has
 `--file-seconds`; a test has `--test-seconds`. A test counts as failed if it fails on any rank, as skipped if
-no rank ran it, as passed if it passed wherever it ran; what a killed file left unfinished counts as failed.
+no rank ran it, as passed if it passed wherever it ran, as failed if it stopped a rank; a file whose time is
+over is one failure, which says how many of its tests are left.
 
 What became of each file, and what its ranks printed, is kept in the folder of `--results`. A file that was
 run with the very same commit of accel is not run again: so a long run can be resumed. The report
 (`--report`) has a row for each of them, and keeps those it had of other files, in a record beside it
-(`megatron-tests.json`). `--plain` runs them with nothing but the CPU redirect, and keeps the results in a
-folder of their own: the report's column `before`.
+(`megatron-tests.json`); files that had failures there are run first. `--plain` runs them with nothing but
+the CPU redirect, and keeps the results in a folder of their own: the report's column `before`.
 
 `tests/megatron_expected.toml` names the failures that are known, with the reason of each; the exit status
-is 1 if a test fails that is not there, or one that is there passes.
+is 1 if a test fails that is not there, or one that is there passes; `sometimes` allows both.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import time
 import tomllib
@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.testing import bench, megatron_plugin
+from accel.testing.distributed import free_port
 from accel.testing.megatron_plugin import RESULTS
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,7 @@ FOLDERS = (
 )
 WORLD_SIZE = 8
 APART = "the ranks met in different collectives"
+TIME_IS_OVER = "the file's time is over"
 OUTCOMES = ("passed", "failed", "skipped")
 
 
@@ -70,20 +72,23 @@ class FileResult:
     """Test that did not pass -> why."""
     ended: str = ""
     """Why it did not end by itself, if so."""
+    collected: int = 0
+    """Tests in it."""
 
     def count(self, outcome: str) -> int:
         return sum(value == outcome for value in self.outcomes.values())
 
 
-def find_files(checkout: Path, only: str) -> list[Path]:
+def find_files(checkout: Path) -> dict[Path, str]:
+    """The test files, and how the report calls them."""
     unit_tests = checkout / "tests" / "unit_tests"
     if not unit_tests.is_dir():
         raise SystemExit(
             f"make test-megatron: {checkout} has no tests/unit_tests; "
             "give MEGATRON=<a clone of Megatron-LM>"
         )
-    files = [f for folder in FOLDERS for f in sorted((unit_tests / folder).rglob("test_*.py"))]
-    return [f for f in files if only in str(f.relative_to(unit_tests))]
+    files = (f for folder in FOLDERS for f in sorted((unit_tests / folder).rglob("test_*.py")))
+    return {file: str(file.relative_to(unit_tests)) for file in files}
 
 
 def kept_at(checkout: Path, file: Path, folder: Path) -> Path:
@@ -121,7 +126,7 @@ def run_file(checkout: Path, file: Path, results: Path, limits: argparse.Namespa
         Path(f"{results}.done").write_text(json.dumps(list(result.outcomes)))
         for old in results.parent.glob(f"{results.name}.[0-7]"):
             old.unlink()
-        port = _free_port()
+        port = free_port("127.0.0.1")
         ranks = [
             _fork_rank(rank, port, checkout, file, results, limits) for rank in range(WORLD_SIZE)
         ]
@@ -130,10 +135,16 @@ def run_file(checkout: Path, file: Path, results: Path, limits: argparse.Namespa
         if not again or time.monotonic() > deadline:
             break
     if ended:
-        result.ended = ended
-        _worse(result, "(the file)", "failed", ended)
+        _end(result, ended)
     result.seconds = time.monotonic() - start
     return result
+
+
+def _end(result: FileResult, why: str) -> None:
+    """The file did not end by itself: it has failed, and says what is left."""
+    left = result.collected - len(result.outcomes)
+    result.ended = f"{why}, {left} of {result.collected} tests are left"
+    _worse(result, "(the file)", "failed", result.ended)
 
 
 def _wait(ranks: list[int], deadline: float) -> tuple[str, int | None]:
@@ -148,7 +159,7 @@ def _wait(ranks: list[int], deadline: float) -> tuple[str, int | None]:
                 if status and not ended:
                     ended, stopped_rank = _why_stopped(status), rank
         if waiting and time.monotonic() > deadline:
-            ended = ended or "the file's time is over"
+            ended = ended or TIME_IS_OVER
         time.sleep(0.05)
     for pid in ranks:  # and what they have started, which outlives them
         with contextlib.suppress(ProcessLookupError):
@@ -220,9 +231,9 @@ def _plugins() -> list[str]:
 
 def _collect(result: FileResult, results: Path, ended: str, stopped_rank: int | None) -> bool:
     """Put the ranks' outcomes together: the worst counts. If the run was `ended`, the test that the stopped
-    rank was in has failed (without such a rank, the first that not all ranks finished), and what only some
-    ranks have passed counts for nothing yet. That ranks are `APART` is the doing of an earlier test of this
-    run, if there was one. Whether tests are left to be run."""
+    rank was in has failed (without such a rank, the first that not all ranks finished; none if the file's
+    time is over), and what only some ranks have passed counts for nothing yet. That ranks are `APART` is the
+    doing of an earlier test of this run, if there was one. Whether tests are left to be run."""
     outcomes = collections.defaultdict[str, dict[int, tuple[str, str]]](dict)
     last: dict[int, str] = {}
     for rank in range(WORLD_SIZE):
@@ -230,6 +241,9 @@ def _collect(result: FileResult, results: Path, ended: str, stopped_rank: int | 
         for line in path.read_text().splitlines() if path.exists() else []:
             with contextlib.suppress(json.JSONDecodeError):  # the last line of a killed rank
                 row = json.loads(line)
+                if row["outcome"] == "collected":
+                    result.collected = result.collected or int(row["reason"])
+                    continue
                 last[rank] = row["test"]
                 of_rank = outcomes[row["test"]]
                 if row["outcome"] != "started":
@@ -241,7 +255,8 @@ def _collect(result: FileResult, results: Path, ended: str, stopped_rank: int | 
         passed_by_some = ended and name in unfinished and "failed" not in dict(of_rank.values())
         for outcome, reason in () if passed_by_some else of_rank.values():
             _worse(result, test, outcome, reason)
-    if ended and unfinished and (ended != APART or len(result.outcomes) == known):
+    by_an_earlier_test = ended == APART and len(result.outcomes) > known
+    if ended and unfinished and ended != TIME_IS_OVER and not by_an_earlier_test:
         blamed = unfinished[0] if stopped_rank is None else last.get(stopped_rank, unfinished[0])
         _worse(result, blamed.partition("::")[2] or "(the file)", "failed", ended)
     return bool(ended and unfinished)
@@ -253,12 +268,6 @@ def _worse(result: FileResult, test: str, outcome: str, reason: str) -> None:
         result.outcomes[test] = outcome
         if outcome != "passed":
             result.reasons.setdefault(test, reason)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> int:
@@ -284,7 +293,7 @@ def main() -> int:
     if args.plain and args.report:
         parser.error("--plain has no report of its own: write it without --plain, after this run")
     checkout = args.checkout.resolve()
-    files = find_files(checkout, args.only)
+    names = find_files(checkout)
     sys.path.insert(0, str(checkout))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _prepare(plain=args.plain)
@@ -292,9 +301,12 @@ def main() -> int:
     folder = before if args.plain else results
     folder.mkdir(parents=True, exist_ok=True)
     known = tomllib.loads(EXPECTED.read_text())
+    record = args.report and args.report.with_suffix(".json")
+    rows = json.loads(record.read_text()) if record and record.exists() else {}
     found = []
-    for file in files:
-        if reason := why_not_run(str(file.relative_to(checkout / "tests" / "unit_tests")), known):
+    asked = [file for file in names if args.only in names[file]]
+    for file in sorted(asked, key=lambda file: not rows.get(names[file], {}).get("failed")):
+        if reason := why_not_run(names[file], known):
             print(f"not run: {file.name}: {reason}", flush=True)
             continue
         if args.no_run:
@@ -307,14 +319,12 @@ def main() -> int:
         counts = " ".join(f"{outcome} {result.count(outcome):4}" for outcome in OUTCOMES)
         print(f"{result.name:70} {counts} {result.seconds:5.0f} s {result.ended}", flush=True)
     if args.report:
-        plain = [read(kept_at(checkout, file, before)) for file in files]
-        record = args.report.with_suffix(".json")
-        rows = json.loads(record.read_text()) if record.exists() else {}
+        plain = [read(kept_at(checkout, file, before)) for file in names]
         update(rows, found, [r for r in plain if r])
-        names = [str(file.relative_to(checkout / "tests" / "unit_tests")) for file in files]
-        rows = {name: rows[name] for name in names if name in rows}
+        shown = [n for n in names.values() if n in rows and not why_not_run(n, known)]
+        rows = {name: rows[name] for name in shown}
         record.write_text(json.dumps(rows, indent=1) + "\n")
-        args.report.write_text(report(rows, known, len(files)))
+        args.report.write_text(report(rows, known, len(names)))
     if args.plain:
         return 0
     wrong = unexpected(found, known["failure"])
@@ -323,11 +333,16 @@ def main() -> int:
     return 1 if wrong else 0
 
 
+def _entry(file: str, test: str, known: list[dict]) -> dict | None:
+    """What `known` says of this test."""
+    name = f"{file}::{test}"
+    return next((e for e in known if any(fnmatch.fnmatchcase(name, p) for p in e["tests"])), None)
+
+
 def expected_reason(file: str, test: str, known: list[dict]) -> str | None:
     """Why this test is known to fail; None if it is not."""
-    name = f"{file}::{test}"
-    matching = (e["reason"] for e in known if any(fnmatch.fnmatchcase(name, p) for p in e["tests"]))
-    return next(matching, None)
+    entry = _entry(file, test, known)
+    return entry["reason"] if entry else None
 
 
 def why_not_run(file: str, known: dict[str, Any]) -> str | None:
@@ -340,11 +355,12 @@ def unexpected(found: list[FileResult], known: list[dict]) -> list[str]:
     lines = []
     for result in found:
         for test, outcome in result.outcomes.items():
-            reason = expected_reason(result.name, test, known)
-            if outcome == "failed" and reason is None:
-                lines.append(f"failed: {result.name}::{test}: {result.reasons[test]}")
-            elif outcome == "passed" and reason is not None:
-                lines.append(f"passed, but is listed ({reason}): {result.name}::{test}")
+            entry = _entry(result.name, test, known)
+            name = f"{result.name}::{test}"
+            if outcome == "failed" and entry is None:
+                lines.append(f"failed: {name}: {result.reasons[test]}")
+            elif outcome == "passed" and entry and not entry.get("sometimes"):
+                lines.append(f"passed, but is listed ({entry['reason']}): {name}")
     return lines
 
 
@@ -364,7 +380,13 @@ def update(rows: dict[str, dict], found: list[FileResult], plain: list[FileResul
         }
         before = {k: v for k, v in rows.get(result.name, {}).items() if k == "before"}
         counts = {o: result.count(o) for o in OUTCOMES}
-        rows[result.name] = {**counts, "commit": result.commit, "failures": failures, **before}
+        rows[result.name] = {
+            **counts,
+            "commit": result.commit,
+            "seconds": round(result.seconds),
+            "failures": failures,
+            **before,
+        }
     for result in plain:
         counts = {o: result.count(o) for o in OUTCOMES}
         rows.setdefault(result.name, {})["before"] = counts

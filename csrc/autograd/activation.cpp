@@ -70,11 +70,13 @@ Tensor activation_fwd(
       x, bias, probs, std::string(kind), clamp_value, offset, inplace_grad);
 }
 
-TORCH_LIBRARY_IMPL(accel, AutogradCPU, m) {
+void implement(torch::Library& m) {
   m.impl("activation_fwd", &activation_fwd);
   // A second derivative is an error that says so, never a zero.
   m.impl("activation_bwd", torch::autograd::autogradNotImplementedFallback());
 }
+
+ACCEL_REGISTER_GRADIENTS(implement)
 
 }  // namespace
 }  // namespace accel

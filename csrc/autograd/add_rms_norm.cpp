@@ -52,11 +52,13 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_fwd(
   return {out[0], out[1], out[2]};
 }
 
-TORCH_LIBRARY_IMPL(accel, AutogradCPU, m) {
+void implement(torch::Library& m) {
   m.impl("add_rms_norm_fwd", &add_rms_norm_fwd);
   // A second derivative is an error that says so, never a zero.
   m.impl("add_rms_norm_bwd", torch::autograd::autogradNotImplementedFallback());
 }
+
+ACCEL_REGISTER_GRADIENTS(implement)
 
 }  // namespace
 }  // namespace accel

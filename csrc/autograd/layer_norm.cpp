@@ -39,11 +39,13 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_fwd(
   return {out[0], out[1], out[2]};
 }
 
-TORCH_LIBRARY_IMPL(accel, AutogradCPU, m) {
+void implement(torch::Library& m) {
   m.impl("layer_norm_fwd", &layer_norm_fwd);
   // A second derivative is an error that says so, never a zero.
   m.impl("layer_norm_bwd", torch::autograd::autogradNotImplementedFallback());
 }
+
+ACCEL_REGISTER_GRADIENTS(implement)
 
 }  // namespace
 }  // namespace accel

@@ -36,11 +36,13 @@ std::tuple<Tensor, Tensor> rms_norm_fwd(
   return {out[0], out[1]};
 }
 
-TORCH_LIBRARY_IMPL(accel, AutogradCPU, m) {
+void implement(torch::Library& m) {
   m.impl("rms_norm_fwd", &rms_norm_fwd);
   // A second derivative is an error that says so, never a zero.
   m.impl("rms_norm_bwd", torch::autograd::autogradNotImplementedFallback());
 }
+
+ACCEL_REGISTER_GRADIENTS(implement)
 
 }  // namespace
 }  // namespace accel

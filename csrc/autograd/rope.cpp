@@ -59,7 +59,9 @@ std::vector<Tensor> rope(
                          interleaved_out, inverse);
 }
 
-TORCH_LIBRARY_IMPL(accel, AutogradCPU, m) { m.impl("rope", &rope); }
+void implement(torch::Library& m) { m.impl("rope", &rope); }
+
+ACCEL_REGISTER_GRADIENTS(implement)
 
 }  // namespace
 }  // namespace accel

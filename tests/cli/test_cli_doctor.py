@@ -27,6 +27,7 @@ HEALTHY = Facts(
     has_training=True,
     packages={"triton": None, "transformer_engine": None, "apex": None, "torch_npu": None},
     native=Found("avx2"),
+    gpu=Found("Triton"),
     device=Found("cpu"),
     cpu=Cpu("a CPU", 2, 2, 8.0, {"avx2": True}),
     compiler=Compiler("g++", "g++ (Debian 12.2.0-14) 12.2.0"),
@@ -82,6 +83,16 @@ BAD: list[tuple[dict[str, Any], str, str, str]] = [
     ({"device": Found("cuda")}, "warning", "triton 3.6 or newer", '"triton>=3.6"'),
     ({"device": Found("npu")}, "warning", "torch-npu 2.11 or newer", '"torch-npu>=2.11"'),
     ({"native": Found(error="not built")}, "warning", "plain PyTorch", "make setup"),
+    (
+        {
+            "device": Found("cuda"),
+            "gpu": Found(error="Triton cannot be imported"),
+            "packages": {"triton": Found("3.6.0")},
+        },
+        "warning",
+        "on the GPU: Triton cannot be imported",
+        "pip install triton",
+    ),
     (
         {"native": Found(error="not built"), "compiler": Compiler("g++", None)},
         "warning",

@@ -340,6 +340,29 @@ def test_optimizer_step_passes_the_graph_capture_check() -> None:
     assert weight[0] != 1
 
 
+def test_dynamo_keeps_its_rules_for_torchs_own_functions(runtime: Applied) -> None:
+    """``init_process_group`` makes Dynamo look all functions up again, by name."""
+    own = torch.empty_like.__wrapped__  # type: ignore[attr-defined]
+
+    def imported_by_name(x: torch.Tensor) -> torch.Tensor:
+        return own(x).copy_(x)
+
+    def asked_of_torch(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x, device="cuda").copy_(x)
+
+    try:
+        torch._dynamo.trace_rules.clear_lru_cache()
+        for fn in (imported_by_name, asked_of_torch):
+            program = torch._dynamo.optimize(nopython=True, backend="aot_eager")(fn)
+            assert program(torch.ones(2)).tolist() == [1, 1]
+        runtime.undo()
+        assert torch.empty_like is own
+        program = torch.compile(imported_by_name, backend="aot_eager", fullgraph=True)
+        assert program(torch.ones(3)).tolist() == [1, 1, 1]
+    finally:
+        torch._dynamo.trace_rules.clear_lru_cache()
+
+
 def test_compile_is_off_for_fusers_and_real_for_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
         return x + 1

@@ -8,7 +8,7 @@ import pytest
 
 from accel.memory.recompute import Recomputed
 from accel.memory.swap import Chain
-from accel.patches import swap_attention
+from accel.patches import cpu_offloading, swap_attention
 
 from .against_stock import FreshStore, check_training
 from .test_host_optimizer import SHARDED
@@ -47,6 +47,12 @@ LAYOUTS: dict[str, tuple[str, str, str]] = {
         f"{EP2} --moe-grouped-gemm",
         f"{SELECTIVE} layernorm moe_act {OFFLOAD} core_attn attn_proj",
     ),
+    "tp2_sp_whole_layers_offloaded": ("dense", TP2, "--cpu-offloading-num-layers 3"),
+    "ep2_whole_layers_offloaded": (
+        "moe",
+        f"{EP2} --moe-grouped-gemm",
+        "--cpu-offloading-num-layers 2",
+    ),
 }
 """Model, flags of both, flags of ours."""
 
@@ -66,8 +72,9 @@ def test_trains_as_stock(
     monkeypatch.setattr(Recomputed, "free", lambda *args: freed.append(free(*args)))
     monkeypatch.setattr(Chain, "copy_of", copied)
     monkeypatch.setattr(swap_attention, "MIN_BYTES", 1024)
+    monkeypatch.setattr(cpu_offloading, "MIN_BYTES", 1024)
     kind, flags, ours = LAYOUTS[layout]
     check_training(kind, flags, ours.split(), [], fresh_store)
-    assert sum(freed) > 0
+    assert (sum(freed) > 0) == ("recompute" in ours)
     moves = ("swap" in ours or "offload" in ours) and "--recompute-granularity full" not in flags
     assert (sum(swapped) > 0) == moves

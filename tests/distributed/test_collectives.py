@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as distributed_functions
 
 from accel.testing.distributed import under_torchrun
 
@@ -167,6 +168,48 @@ def test_a_send_survives_the_release_of_its_tensor() -> None:
             for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, out, 0)]):
                 work.wait()
             assert (out == value).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL has a unique id for each group")
+@pytest.mark.distributed(world_size=4)
+def test_groups_that_only_their_members_make_meet_their_own_ranks() -> None:
+    """As Megatron's tests of MIMO make them; the ranks have made different numbers of groups before."""
+    rank = dist.get_rank()
+    if rank == 3:
+        dist.new_group([3], backend="nccl")
+    pair = [0, 1] if rank < 2 else [2, 3]
+    for _ in range(3):
+        total = torch.tensor([rank], device="cuda")
+        dist.all_reduce(total, group=dist.new_group(pair, backend="nccl"))
+        assert total.item() == sum(pair)
+
+
+@pytest.mark.distributed(world_size=3)
+def test_collectives_with_gradients_in_a_group_that_rank_0_is_not_in() -> None:
+    """As Megatron's multimodal context parallelism gathers images."""
+    group = dist.new_group([1, 2], backend="nccl")
+    me = dist.get_rank() - 1
+    if me < 0:
+        return
+    shapes = {(0, 0): (1, 2), (0, 1): (3, 2), (1, 0): (0, 2), (1, 1): (2, 2)}  # sender, receiver
+    parts = [torch.full(shapes[me, to], 10.0 * me + to, device="cuda") for to in range(2)]
+    for part in parts:
+        part.requires_grad_()
+    outs = [torch.empty(shapes[sender, me], device="cuda") for sender in range(2)]
+    outs = distributed_functions.all_to_all(outs, parts, group=group)
+    for sender, out in enumerate(outs):
+        assert torch.equal(out, torch.full_like(out, 10.0 * sender + me))
+    torch.cat(list(outs)).mul(me + 2).sum().backward()
+    for to, part in enumerate(parts):
+        assert part.grad is not None
+        assert torch.equal(part.grad, torch.full_like(part, to + 2.0))
+
+    x = mine(6, torch.float32).view(3, 2).requires_grad_()
+    whole = distributed_functions._all_gather_base(torch.empty(6, 2, device="cuda"), x, group=group)
+    factors = torch.arange(12.0, device="cuda").view(6, 2) * (me + 1)
+    (whole * factors).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad.cpu(), 3 * torch.arange(12.0).view(6, 2)[3 * me : 3 * me + 3])
 
 
 @pytest.mark.distributed(world_size=2)

@@ -4,7 +4,7 @@ sharing, packed or not, and bad input."""
 from __future__ import annotations
 
 import functools
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor
 import accel
 from accel.layers.attention import DotProductAttention
 from accel.ops import attention_ref
+from accel.ops.attention import dropout_mask_ref
 from accel.parallel.context import (
     Attention,
     ContextGroups,
@@ -26,6 +27,7 @@ from accel.parallel.context import (
     ring_settings,
     switch_on_ring,
 )
+from accel.parallel.context.attention import _say_once
 from accel.parallel.context.heads import HeadShares, gather_tokens, scatter_tokens
 from accel.testing.distributed import under_torchrun
 
@@ -288,6 +290,51 @@ def test_dropout_in_packs(comm_type: str) -> None:
 
 
 @pytest.mark.distributed(world_size=2)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather", "a2a"])
+def test_dropout_in_chunks_of_any_length(
+    comm_type: str, packed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Drops what one rank would if each chunk were padded to a multiple of 64; whole sequences need none."""
+    _say_once.cache_clear()
+    dropout, seed = 0.3, torch.tensor(11)
+    bounds = [0, 36, 64, 128] if packed else [0, 36]
+    starts, tokens = torch.tensor(bounds), bounds[-1]
+    generator = torch.Generator().manual_seed(4)
+    batch = [] if packed else [1]
+    tensors = [torch.randn(tokens, *batch, HEADS, 8, generator=generator) for _ in range(4)]
+    whole_q, whole_k, whole_v = (t.clone().requires_grad_() for t in tensors[:3])
+    outs = []
+    for number, (begin, end) in enumerate(pairwise(bounds)):
+        q, k, v = (t[begin:end].view(-1, HEADS, 8) for t in (whole_q, whole_k, whole_v))
+        places = torch.arange(end - begin)
+        if comm_type != "a2a":
+            chunk = (end - begin) // 4
+            places = places // chunk * (-(-chunk // 64) * 64) + places % chunk
+        sizes = (number, HEADS, int(places[-1]) + 1, end - begin)
+        mask = dropout_mask_ref(seed, dropout, *sizes)[:, places]
+        scores = torch.einsum("qhd,khd->hqk", q, k) * 8**-0.5
+        hidden = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1)
+        p = scores.masked_fill(hidden, float("-inf")).softmax(-1) * mask
+        outs.append(torch.einsum("hqk,khd->qhd", p, v))
+    want = torch.cat(outs).view_as(whole_q)
+    wanted = [want, *torch.autograd.grad(want, (whole_q, whole_k, whole_v), tensors[3])]
+
+    own = mine(starts, tokens)
+    q, k, v, dout = (t[own].requires_grad_() for t in tensors)
+    shared = ContextGroups.of(groups(comm_type), comm_type)
+    assert shared is not None
+    attention = Attention(8**-0.5, dropout=dropout, seed=seed)
+    out = context_attention(
+        attention, q, k, v, shared, causal=True, starts=starts if packed else None
+    )
+    found = (out, *torch.autograd.grad(out, (q, k, v), dout))
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, expected[own], rtol=1e-4, atol=1e-5)
+    assert ("no multiple of 64" in caplog.text) == (comm_type != "a2a")
+
+
+@pytest.mark.distributed(world_size=2)
 def test_layers_of_both_specs_have_the_ring_of_their_number() -> None:
     undo = switch_on_ring(RingSettings(window=2, keep="keys", interval=1))
     rings = [ring_settings().of_layer(number) for number in (1, 2, 3, None)]
@@ -316,8 +363,6 @@ def test_bad_input_names_sizes_and_a_way_out() -> None:
     with pytest.raises(ValueError, match=r"window of 3 ranks.*ring of 2; use one of 1, 2"):
         attend()
     undo()
-    with pytest.raises(ValueError, match=r"chunks of \[4\] tokens.*a multiple of 256"):
-        attend(attention_dropout=0.1)
     with pytest.raises(ValueError, match=r"cp_comm_type='ring': use one of p2p"):
         attend(cp_comm_type="ring")
     with pytest.raises(ValueError, match="--hierarchical-context-parallel-sizes"):

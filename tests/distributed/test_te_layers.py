@@ -3,6 +3,8 @@ from the other."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,23 @@ def test_each_spec_goes_on_from_the_others_checkpoint(
     one, other = (LOCAL, TE) if first == "local" else (TE, LOCAL)
     flags = [*flags, "--ckpt-format", "torch_dist"]
     check_resumption(ranks, flags, tmp_path, first=one, then=other)
+
+
+def test_the_demo_has_the_same_losses_in_both_specs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent / "demo"))  # as its scripts import each other
+    corpus, training = map(importlib.import_module, ("corpus", "training"))
+    for name in ("corpus", "training"):
+        del sys.modules[name]
+    data = corpus.build(corpus.Recipe.of_this_python())
+    found = []
+    for spec in (TE, LOCAL):
+        folder = tmp_path / spec[1]
+        flags = training.QUICK.training_flags(data, folder / "checkpoints", folder / "index")
+        found.append(numbers(launch(training.RANKS, [str(SCRIPT), *flags, *spec])))
+    assert len(found[0]) == 1 + training.QUICK.iterations // training.QUICK.log_interval
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("fusion", [[], ["--no-gradient-accumulation-fusion"]], ids=["", "unfused"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accel.device.cpu import memory
 
-__all__ = ["HIDDEN", "TOKENS", "block", "gradients"]
+__all__ = ["HIDDEN", "TOKENS", "at_once", "block", "gradients"]
 
 TOKENS, HIDDEN = 128, 64
 
@@ -77,3 +77,21 @@ def gradients(module: Any, seed: int = 2, buffers: bool = False) -> tuple[list[T
     if not buffers:
         module.zero_grad()
     return [output.detach(), x.grad, *found], held
+
+
+def at_once(module: Any) -> list[Tensor]:
+    """Gradients of the inputs of two micro-batches whose forward passes come first; between them evaluation,
+    and a third whose graph is lost."""
+    draw = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(TOKENS, 1, HIDDEN, generator=draw) for _ in range(3)]
+    outputs = []
+    for x in inputs:
+        x.requires_grad_()
+        outputs.append(module(x, None))
+        with torch.no_grad():
+            module(inputs[0], None)
+    del outputs[1]
+    for output in outputs:
+        output.square().sum().backward()
+    gc.collect()
+    return [x.grad for x in inputs if x.grad is not None]

@@ -14,9 +14,10 @@ from torch import Tensor
 
 import accel
 from accel.feature import Context
+from accel.ops import _attention_backends
 from accel.ops._dispatch import _log_fallback_once
 from accel.patches import fused_attention
-from accel.patches.fused_attention import accept_backends
+from accel.patches.fused_attention import accept_backends, choose_backend
 from accel.testing.tolerance import assert_close_to_baseline
 from tests.ops.contract import needs_native
 
@@ -292,4 +293,19 @@ def test_unfused_shows_in_the_table() -> None:
     assert "unfused" in (fused_attention.FEATURE.idle(Context("cpu", "0.19.2", args)) or "")
     args.attention_backend = AttnBackend.flash
     assert fused_attention.FEATURE.idle(Context("cpu", "0.19.2", args)) is None
-    assert "cuda" in (fused_attention.FEATURE.unavailable(Context("cuda", "0.19.2", args)) or "")
+    assert fused_attention.FEATURE.unavailable(Context("cuda", "0.19.2", args)) is None
+
+
+def test_the_table_names_the_kernel_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCEL_ATTENTION_BACKEND", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(_attention_backends, "_missing", lambda name: {"flash3": "no"}.get(name))
+    context = Context("cuda", "0.19.2", argparse.Namespace())
+    (note,) = choose_backend(context)
+    assert note == "attention on CUDA: cudnn (not flash3: no)"
+    monkeypatch.setenv("ACCEL_ATTENTION_BACKEND", "fastest")
+    with pytest.raises(
+        ValueError, match="ACCEL_ATTENTION_BACKEND='fastest': use one of auto, flash4"
+    ):
+        choose_backend(context)

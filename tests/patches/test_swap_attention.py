@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from accel.patches import activation_offloading, swap_attention
 from accel.patches.activation_offloading import FineGrainedActivationOffloadingInterface, unseen
 from tests.ops.contract import needs_native
 
-from .blocks import HIDDEN, TOKENS, block, gradients
+from .blocks import HIDDEN, TOKENS, at_once, block, gradients
 from .test_fused_adamw import one_rank
 from .test_recompute_modules import MOE
 
@@ -72,26 +71,10 @@ def test_with_megatrons_recomputation(granularity: str) -> None:
 
 @needs_native
 def test_two_micro_batches_at_once_evaluation_and_a_lost_graph() -> None:
-    def run() -> list[Any]:
-        module = block(3)
-        draw = torch.Generator().manual_seed(3)
-        inputs = [torch.randn(TOKENS, 1, HIDDEN, generator=draw) for _ in range(3)]
-        outputs = []
-        for x in inputs:
-            x.requires_grad_()
-            outputs.append(module(x, None))
-        with torch.no_grad():
-            module(inputs[0], None)
-        del outputs[1]
-        for output in outputs:
-            output.square().sum().backward()
-        return [x.grad for x in inputs if x.grad is not None]
-
     with one_rank():
-        expected = run()
+        expected = at_once(block(3))
     with one_rank(swap_attention="all"):
-        found = run()
-        gc.collect()
+        found = at_once(block(3))
     assert len(found) == 2
     assert all(map(torch.equal, found, expected))
 

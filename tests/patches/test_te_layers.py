@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -90,6 +91,27 @@ def test_nobody_else_finds_the_package(enabled: None) -> None:
     assert not [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]
     with pytest.raises(ImportError):
         importlib.import_module("transformer_engine")
+
+
+def test_a_package_that_is_there_after_all_is_what_is_imported(
+    enabled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Megatron's own tests of the op fuser put one there, without an operation of the real one's."""
+    name = "transformer_engine.pytorch.ops"
+
+    def find() -> object:
+        from transformer_engine.pytorch.ops import ScaledSwiGLU
+
+        return ScaledSwiGLU
+
+    find = te_layers.importing_layers(find)
+    assert find() is te_layers.import_with_layers(name, fromlist=("ScaledSwiGLU",)).ScaledSwiGLU
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        package = ".".join(parts[:depth])
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    with pytest.raises(ImportError, match="ScaledSwiGLU"):
+        find()
 
 
 def test_the_spec_provider_gives_our_layers_and_disable_takes_them_back() -> None:

@@ -30,12 +30,16 @@ def result(ended: str = "", **outcomes: str) -> FileResult:
 
 
 def collected(
-    folder: Path, ranks: list[dict[str, str]], ended: str = "", stopped_rank: int | None = None
+    folder: Path,
+    ranks: list[dict[str, str]],
+    ended: str = "",
+    stopped_rank: int | None = None,
+    reason: str = "why",
 ) -> tuple[FileResult, bool]:
     """What `_collect` makes of one dict, test -> outcome, for each rank."""
     for rank, outcomes in enumerate(ranks):
         rows = (
-            {"test": f"{FILE}::{t}", "outcome": o, "reason": "why"} for t, o in outcomes.items()
+            {"test": f"{FILE}::{t}", "outcome": o, "reason": reason} for t, o in outcomes.items()
         )
         (folder / f"file.{rank}").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = FileResult(FILE, None, 1.0)
@@ -84,13 +88,24 @@ def test_ranks_that_are_apart_begin_anew(tmp_path: Path) -> None:
     assert again
 
 
+def test_a_file_whose_time_is_over_says_what_is_left(tmp_path: Path) -> None:
+    ranks = [{"": "collected", "a": "passed", "b": "started"} for _ in range(WORLD_SIZE)]
+    found, _ = collected(tmp_path, ranks, ended=megatron_tests.TIME_IS_OVER, reason="3")
+    assert (found.outcomes, found.collected) == ({"a": "passed"}, 3)
+    megatron_tests._end(found, megatron_tests.TIME_IS_OVER)
+    assert found.outcomes == {"a": "passed", "(the file)": "failed"}
+    assert found.reasons == {"(the file)": "the file's time is over, 2 of 3 tests are left"}
+
+
 RUN_A_FILE = """
 import argparse, json, pathlib, sys
 from accel.testing import megatron_tests
 checkout = pathlib.Path(sys.argv[1])
-limits = argparse.Namespace(file_seconds=100, test_seconds=60, plain=True)
+limits = argparse.Namespace(file_seconds=150, test_seconds=60, plain=True)
 file = checkout / "tests" / "unit_tests" / "test_x.py"
-print(json.dumps(megatron_tests.run_file(checkout, file, checkout / "results", limits).outcomes))
+result = megatron_tests.run_file(checkout, file, checkout / "results", limits)
+assert result.collected == 4
+print(json.dumps(result.outcomes))
 """
 
 
@@ -106,7 +121,7 @@ def test_a_file_goes_on_behind_a_test_that_ends_a_rank(tmp_path: Path) -> None:
         [sys.executable, "-c", RUN_A_FILE, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=180,
     )
     expected = {"test_a": "passed", "test_b": "failed", "test_c": "failed", "test_d": "passed"}
     assert json.loads(done.stdout) == expected, done.stderr
@@ -120,6 +135,12 @@ def test_failures_must_be_known_and_known_ones_must_fail() -> None:
         f"failed: {FILE}::new: why",
         f"passed, but is listed (needs FP8): {FILE}::fp8_works",
     ]
+
+
+def test_what_fails_sometimes_may_do_both() -> None:
+    known = [{"reason": "takes all memory", "tests": ["*large"], "sometimes": True}]
+    assert unexpected([result(large="failed")], known) == []
+    assert unexpected([result(large="passed")], known) == []
 
 
 def test_the_report_counts_what_ran() -> None:
@@ -154,6 +175,7 @@ def test_a_row_stays_until_its_file_is_run_again() -> None:
         "failed": 0,
         "skipped": 0,
         "commit": "c0ffee",
+        "seconds": 1,
         "failures": {},
     }
     rows["old.py"] = {"passed": 1, "failed": 2, "skipped": 0, "commit": "abc", "first": "why then"}
@@ -197,4 +219,35 @@ def test_results_of_another_commit_are_not_taken(
 
 def test_a_folder_that_is_no_checkout_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="has no tests/unit_tests; give MEGATRON="):
-        megatron_tests.find_files(tmp_path, "")
+        megatron_tests.find_files(tmp_path)
+
+
+def test_files_that_failed_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tests = tmp_path / "tests" / "unit_tests" / "fusions"
+    tests.mkdir(parents=True)
+    for name in ("a", "b", "c"):
+        (tests / f"test_{name}.py").touch()
+    kept = {"passed": 1, "failed": 0, "skipped": 0, "commit": "old", "failures": {}}
+    failed = {**kept, "failed": 1, "failures": {"d": "why"}}
+    rows = {"fusions/test_a.py": kept, "fusions/test_b.py": failed, "fusions/test_c.py": failed}
+    record = tmp_path / "report.json"
+    record.write_text(json.dumps(rows))
+
+    def run_file(checkout: Path, file: Path, *_: object) -> FileResult:
+        return FileResult(str(file.relative_to(tests.parent)), "new", 1.0, {"d": "passed"})
+
+    monkeypatch.setattr(megatron_tests, "run_file", run_file)
+    monkeypatch.setattr(megatron_tests, "_prepare", lambda plain: None)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    args = [str(tmp_path), "--results", str(tmp_path / "kept"), "--report", f"{tmp_path}/report.md"]
+    monkeypatch.setattr("sys.argv", ["megatron_tests", *args, "--only", "_b"])
+    assert megatron_tests.main() == 0
+    rows = json.loads(record.read_text())
+    assert [row["failed"] for row in rows.values()] == [0, 0, 1], "rows of other files stay"
+    monkeypatch.setattr("sys.argv", ["megatron_tests", *args])
+    capsys.readouterr()
+    assert megatron_tests.main() == 0
+    ran = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert ran == ["fusions/test_c.py", "fusions/test_a.py", "fusions/test_b.py"]

@@ -93,6 +93,7 @@ _UNMEASURED = ("utilization", "temperature", "power_draw", "clock_rate")
 _COLLECTIVES = {
     "init_process_group": "init_process_group",
     "new_group": "new_group",
+    "_process_group_name": "process_group_name",
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather_into_tensor",
     "_all_gather_base": "all_gather_into_tensor",
@@ -104,6 +105,10 @@ _COLLECTIVES = {
     "barrier": "barrier",
     "isend": "isend",
     "_coalescing_manager": "coalescing_manager",
+}
+_COLLECTIVES_WITH_GRADIENTS = {
+    "_AlltoAll.forward": "all_to_all_with_gradient",
+    "_AllGatherBase.backward": "gradient_of_gather",
 }
 
 
@@ -237,6 +242,11 @@ def _cuda_surface() -> Iterable[Patch]:
         "surface:compile_",
         "torch.compile as a fuser costs tens of seconds per shape on a CPU.",
     )
+    yield _wrap(
+        "torch._dynamo.trace_rules:load_object",
+        "surface:traced",
+        "torch.compile knows torch's functions by identity, and forgets them at init_process_group.",
+    )
 
 
 def _collectives() -> Iterable[Patch]:
@@ -247,6 +257,12 @@ def _collectives() -> Iterable[Patch]:
                 f"collectives:{adapter}",
                 "Megatron counts on NCCL's contract, which gloo alone does not keep.",
             )
+    for target, adapter in _COLLECTIVES_WITH_GRADIENTS.items():
+        yield _wrap(
+            f"torch.distributed.nn.functional:{target}",
+            f"collectives:{adapter}",
+            "torch's collectives with gradients lack on gloo what they do on NCCL.",
+        )
 
 
 def _home(name: str) -> str:

@@ -4,11 +4,15 @@ What Megatron relies on and gloo does not give, each served by a wrap of the ``t
 function:
 
 * ``backend="nccl"``, ``device_id`` and NCCL options name a CUDA device: they become plain gloo;
+* gloo connects a group when it is made, under its number on this rank, where NCCL waits for the first
+  collective: groups that only their members make share a number, and gloo mixes up their ranks;
 * NCCL counts elements where gloo compares shapes: gathers and scatters into one tensor are
   flattened;
 * gloo refuses per-rank sizes in ``all_gather`` and ``reduce_scatter``: padded to the largest, or
   summed whole;
 * gloo has no sum of what each rank has scaled first (``PREMUL_SUM``): scaled, then summed;
+* with gradients, gloo has no gather into one tensor, and an ``all_to_all`` of lists within the whole world
+  only: one exchange that counts elements;
 * gloo cannot coalesce: inside ``_coalescing_manager`` each call starts at once and the manager
   waits for all;
 * Megatron frees a tensor (``deallocate_output_tensor`` swaps ``.data``) whose ``isend`` may still
@@ -20,9 +24,12 @@ A group on another backend is passed through untouched.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import hashlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +102,23 @@ def new_group(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return new_group_on_gloo
+
+
+def process_group_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Names a group after its ranks, and how many of the same ranks there were before it."""
+    made_under = weakref.WeakKeyDictionary[Any, collections.Counter[str]]()
+
+    @functools.wraps(original)
+    def name_by_ranks(ranks: Sequence[int], use_hashed_name: bool) -> Any:
+        number = original(ranks, use_hashed_name)
+        if use_hashed_name or not ranks or not dist.is_initialized():
+            return number
+        members = hashlib.sha1(repr(list(ranks)).encode(), usedforsecurity=False).hexdigest()
+        made = made_under.setdefault(dist.group.WORLD, collections.Counter())
+        made[members] += 1
+        return f"{members}_{made[members]}"
+
+    return name_by_ranks
 
 
 def all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,6 +232,44 @@ def reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         return _issued(UnevenWork(dist.all_reduce(whole, op, group, True), take), async_op)
 
     return scatter_uneven
+
+
+def all_to_all_with_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(
+        ctx: Any, group: Any, out_tensor_list: list[torch.Tensor], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        if not _on_gloo(group):
+            return original(ctx, group, out_tensor_list, *tensors)
+        ctx.group = group
+        ctx.input_tensor_size_list = [t.size() for t in tensors]
+        sizes = [t.numel() for t in out_tensor_list]
+        sent = torch.cat([t.reshape(-1) for t in tensors])
+        received = sent.new_empty(sum(sizes))
+        dist.all_to_all_single(received, sent, sizes, [t.numel() for t in tensors], group)
+        for out, part in zip(out_tensor_list, received.split(sizes), strict=True):
+            out.copy_(part.view_as(out))
+        return tuple(out_tensor_list)
+
+    return forward
+
+
+def gradient_of_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        if not _on_gloo(ctx.group):
+            return original(ctx, grad_output)
+        rows, rest = divmod(len(grad_output), dist.get_world_size(ctx.group))
+        if rest:
+            raise RuntimeError(
+                f"the first dimension of {list(grad_output.shape)} is not divisible by the group's "
+                f"{dist.get_world_size(ctx.group)} ranks"
+            )
+        grad = grad_output.new_empty(rows, *grad_output.shape[1:])
+        dist.reduce_scatter_tensor(grad, grad_output.contiguous(), group=ctx.group)
+        return None, grad, None
+
+    return backward
 
 
 def broadcast(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -131,6 +131,23 @@ def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
     return compile_unless_fuser
 
 
+def traced(load_object: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo finds its rule for a torch function by the function itself, in a table that
+    ``init_process_group`` empties and the next compilation fills by name. The table must hold
+    torch's own functions: programs that imported one by name still call it, and so does everybody
+    after :meth:`~accel.patching.Applied.undo`. Our wrappers need no rule, Dynamo traces into them.
+    """
+
+    @functools.wraps(load_object)
+    def torchs_own(name: str) -> Any:
+        found = load_object(name)
+        while getattr(found, "__globals__", {}).get("__package__") == __package__:
+            found = getattr(found, "__wrapped__", None)
+        return found
+
+    return torchs_own
+
+
 def _called_from_script() -> bool:
     import sys
 

@@ -14,7 +14,8 @@ Letters     S  tokens of this rank, B  batch, H  heads of queries, G  heads of k
             row of q and k, E of v;  T  tokens of this rank's part of a pack, whose sequences are cut each
 Memory      ring: two blocks of keys and values; keys: K and V of the whole sequences while a layer computes;
             heads: whole sequences of its heads
-Dropout     drops what one rank would with the same seed: it depends on the places of head, query and key
+Dropout     drops what one rank would with the same seed, where chunks are multiples of 64 tokens: it depends
+            on the places of head, query and key
 Limits      causal (with a window to the left, if any) or no mask at all; each sequence, padding counted in, a
             multiple of 2 N. A window is served by gathering keys where a ring was asked for
 """
@@ -85,10 +86,9 @@ def context_attention(
     order = token_order(bounds, num_tokens, groups.size)
     chunk = bounds.diff() // (2 * groups.ranks_by_keys)
     if attention.dropout and groups.keys is not None and (chunk % QUERIES_DRAWN).any():
-        raise ValueError(
-            f"context parallelism with attention dropout: chunks of {chunk.tolist()} tokens, and dropout "
-            f"needs multiples of {QUERIES_DRAWN}: make each sequence a multiple of "
-            f"{QUERIES_DRAWN * 2 * groups.ranks_by_keys}, or --attention-dropout 0"
+        _say_once(
+            f"context parallelism with attention dropout: chunks that are no multiple of {QUERIES_DRAWN} "
+            "tokens drop other elements than one rank would, as many"
         )
     if groups.heads is None:
         return _over_keys(attention, q, k, v, groups, causal, window, starts, documents, ring)

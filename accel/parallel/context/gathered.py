@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accel.parallel.collectives import gather_rows, reduce_scatter_rows
 from accel.parallel.context.documents import attention_in_documents
-from accel.parallel.context.parts import Attention, Part
+from accel.parallel.context.parts import Attention, Part, place_of_chunk
 from accel.parallel.context.zigzag import chunks, token_order
 
 __all__ = ["attention_to_gathered"]
@@ -52,7 +52,7 @@ def attention_to_gathered(
         queries = (of_token[order[rank]] == number).nonzero().view(-1)
         end = number + 1 if causal else 2 * ranks
         keys = (of_token < end).nonzero().view(-1)
-        part = Part(causal, window, first_query=length * number)
+        part = Part(causal, window, first_query=place_of_chunk(number, length))
         if packed:
             part = part._replace(cu_seqlens_q=chunk, cu_seqlens_k=chunk * end)
         if documents is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from accel.ops.attention import (
+    QUERIES_DRAWN,
     SEED_AND_PLACES,
     attention,
     attention_gradients,
@@ -18,7 +19,7 @@ from accel.ops.attention import (
     attention_ref,
 )
 
-__all__ = ["Attention", "Part"]
+__all__ = ["Attention", "Part", "place_of_chunk"]
 
 
 class Part(NamedTuple):
@@ -33,6 +34,12 @@ class Part(NamedTuple):
     first_query: int | Tensor = 0
     """Its place in the sequence; in a pack `[sequences]`."""
     first_key: int | Tensor = 0
+
+
+def place_of_chunk(number: int, length: int | Tensor) -> int | Tensor:
+    """Where the queries of a chunk begin, as dropout counts them: chunks that are no multiple of
+    QUERIES_DRAWN begin where they would if all were padded to one, so that no two draw the same bits."""
+    return number * (-(-length // QUERIES_DRAWN) * QUERIES_DRAWN)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from accel.parallel.collectives import Transfer
-from accel.parallel.context.parts import Attention, Part
+from accel.parallel.context.parts import Attention, Part, place_of_chunk
 from accel.parallel.context.zigzag import halves
 
 __all__ = [
@@ -204,7 +204,7 @@ class _Layout:
             causal=block.causal,
             cu_seqlens_q=self._lengths(block.queries),
             cu_seqlens_k=self._lengths(block.keys),
-            first_query=self._chunk * self._number(self.rank, block.queries),
+            first_query=place_of_chunk(self._number(self.rank, block.queries), self._chunk),
             first_key=self._chunk * self._number(owner, block.keys),
         )
 

@@ -1,0 +1,146 @@
+"""Products of ragged groups on Ascend: see `accel/ops/grouped_gemm.py`.
+
+    npu_grouped_matmul          groups along the rows (group_type 0), or along K for the gradient of the
+                                weight (group_type 2, whose x is a transpose)
+    npu_grouped_matmul_add_     that gradient added to fp32 main gradients, which are one tensor
+
+The counts go as their cumulative sums in a tensor on the device. A list of up to 128 matrices goes as
+it is, a longer one is stacked. What the ops do not take (fp64, rows of 65536 elements, main gradients
+apart from each other) is one product after another.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from accel._npu.kept import kept
+from accel.ops.grouped_gemm import add_wgrad_loop, product_loop, wgrad_loop
+
+__all__ = ["KERNELS", "add_weight_gradient", "product", "weight_gradient"]
+
+HALF_DTYPES = frozenset({torch.bfloat16, torch.float16})
+DTYPES = HALF_DTYPES | {torch.float32}
+INNER_LIMIT = 65536
+"""The last dimension of every operand, as it lies in memory, is below."""
+MOST_MATRICES = 128
+"""In a list."""
+MOST_GROUPS = 1024
+
+BY_ROWS, BY_K = 0, 2
+ONE_RESULT = 3
+"""`split_item`."""
+CUMULATIVE = 0
+"""`group_list_type`."""
+
+
+def _ends(tokens_per_expert: Tensor, device: torch.device) -> Tensor:
+    """The cumulative sums on the device. Counts of the host are copied while it goes on, from sums that are
+    kept as long as the counts: the copy reads them later."""
+    ends = kept(tokens_per_expert, "ends", lambda: tokens_per_expert.cumsum(0))
+    on_the_way = not tokens_per_expert.is_inference()  # of which nothing is kept
+    return kept(
+        tokens_per_expert, ("ends", device), lambda: ends.to(device, non_blocking=on_the_way)
+    )
+
+
+def _taken(dtype: torch.dtype, num_groups: int, *widths: int) -> bool:
+    return (
+        dtype in DTYPES
+        and num_groups <= MOST_GROUPS
+        and all(0 < width < INNER_LIMIT for width in widths)
+    )
+
+
+def product(
+    x: Tensor, weights: Sequence[Tensor], tokens_per_expert: Tensor, transpose_b: bool
+) -> Tensor:
+    """`accel::grouped_gemm`."""
+    operands = [w.transpose(-1, -2) if transpose_b else w for w in weights]
+    num_cols = operands[0].shape[-1]
+    num_groups = len(tokens_per_expert)
+    if not len(x) or not num_cols:
+        return x.new_zeros(len(x), num_cols)
+    if not _taken(x.dtype, num_groups, x.shape[1], num_cols):
+        return product_loop(x, list(weights), tokens_per_expert, transpose_b)
+    if len(operands) > MOST_MATRICES or (len(operands) == 1 and operands[0].ndim == 2):
+        operands = [torch.stack(operands)]
+    elif not (
+        all(w.is_contiguous() for w in operands) or all(w.mT.is_contiguous() for w in operands)
+    ):
+        operands = [w.contiguous() for w in operands]
+    return torch.ops.npu.npu_grouped_matmul(
+        [x.contiguous()],
+        operands,
+        group_list=_ends(tokens_per_expert, x.device),
+        split_item=ONE_RESULT,
+        group_type=BY_ROWS,
+        group_list_type=CUMULATIVE,
+    )[0]
+
+
+def weight_gradient(dy: Tensor, x: Tensor, tokens_per_expert: Tensor, transpose_b: bool) -> Tensor:
+    """`accel::grouped_gemm_wgrad`."""
+    left, right = (dy, x) if transpose_b else (x, dy)
+    num_groups = len(tokens_per_expert)
+    shape = (num_groups, left.shape[1], right.shape[1])
+    if not len(x) or 0 in shape:
+        return x.new_zeros(shape)
+    if not _taken(x.dtype, num_groups, left.shape[1], right.shape[1]):
+        return wgrad_loop(dy, x, tokens_per_expert, transpose_b)
+    dw = torch.ops.npu.npu_grouped_matmul(
+        [left.contiguous().T],
+        [right.contiguous()],
+        group_list=_ends(tokens_per_expert, x.device),
+        split_item=ONE_RESULT,
+        group_type=BY_K,
+        group_list_type=CUMULATIVE,
+    )[0]
+    # The documentation does not say what the op leaves where an expert has no rows.
+    if tokens_per_expert.device.type == "cpu":
+        for e in (tokens_per_expert == 0).nonzero()[:, 0].tolist():
+            dw[e].zero_()
+        return dw
+    return dw.masked_fill_((tokens_per_expert == 0)[:, None, None], 0.0)
+
+
+def add_weight_gradient(
+    dy: Tensor,
+    x: Tensor,
+    tokens_per_expert: Tensor,
+    main_grads: Sequence[Tensor],
+    transpose_b: bool,
+) -> None:
+    """`accel::grouped_gemm_add_wgrad_`."""
+    left, right = (dy, x) if transpose_b else (x, dy)
+    stack = main_grads[0]
+    if not len(x) or stack.numel() == 0:
+        return
+    taken = (
+        stack.ndim == 3
+        and stack.dtype == torch.float32
+        and stack.is_contiguous()
+        and x.dtype in HALF_DTYPES
+        and len(stack) <= MOST_MATRICES
+        and max(stack.shape[1:]) < INNER_LIMIT
+    )
+    if not taken:
+        add_wgrad_loop(dy, x, tokens_per_expert, list(main_grads), transpose_b)
+        return
+    torch.ops.npu.npu_grouped_matmul_add_(
+        stack.view(-1, stack.shape[2]),
+        left.contiguous(),
+        right.contiguous(),
+        _ends(tokens_per_expert, x.device),
+        transpose_x=True,
+        transpose_weight=False,
+        group_type=BY_K,
+        group_list_type=CUMULATIVE,
+    )
+
+
+KERNELS = {
+    "accel::grouped_gemm_add_wgrad_": add_weight_gradient,
+    "accel::grouped_gemm": product,
+    "accel::grouped_gemm_wgrad": weight_gradient,
+}

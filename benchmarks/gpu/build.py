@@ -1,0 +1,65 @@
+"""Part build: the carried wheels into a folder of their own, the native kernels into accel/.
+
+No network: what is not carried is not there. The wheels come without their dependencies, which the
+machine has (PyTorch, NumPy) or which are carried too.
+"""
+
+import os
+import subprocess
+import sys
+
+from benchmarks.gpu.setting import CHECKOUT, SITE, WHEELS, Setting
+
+
+def unpack_wheels() -> None:
+    """Install the carried wheels into SITE."""
+    wheels = sorted(map(str, WHEELS.glob("*.whl")))
+    if not wheels:
+        print(
+            f"no wheels in {WHEELS.name}: `make gpu-wheels` fetches them where there is a network"
+        )
+        return
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
+            *("--no-index", "--no-deps", "--upgrade", "--target", str(SITE)),
+            *wheels,
+        ],
+        check=True,
+    )
+
+
+def build_kernels() -> None:
+    """Compile in place what this machine's PyTorch needs; up to date files are left alone."""
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        cwd=CHECKOUT,
+        env={**os.environ, "ACCEL_REQUIRE_NATIVE": "1"},  # else a failure is a message and rc 0
+        check=True,
+    )
+
+
+def missing() -> str:
+    """Why kernels are not there after all, asked in a process that has not looked before; "" if they are."""
+    code = "from accel.ops import _cuda, _native; print(_native.reason() or _cuda.reason() or '')"
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, cwd=CHECKOUT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def main() -> int:
+    setting = Setting.from_argv()
+    unpack_wheels()
+    if setting.rehearse:
+        print("rehearsal: the kernels of `make setup` are used")
+        return 0
+    build_kernels()
+    if reason := missing():
+        print(reason)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,481 @@
+"""Part ops: every op beside eager PyTorch, torch.compile and, where they are, Liger, QuACK and others.
+
+Each line is written as soon as it is measured, so that a run which is cut short goes on after the last.
+Times and peers: `timing.py`; checks: `work.py`. bf16 unless said otherwise.
+
+Bytes and operations, for T rows of N columns of 2 bytes:
+
+    rms_norm, layer_norm   forward 2 T N elements; backward 3 T N
+    add_rms_norm           forward 4 T N; backward 4 T N
+    swiglu, geglu          forward 3 T F elements; backward 5 T F, for F columns of the result
+    rope                   2 elements for each of q and k
+    cross_entropy          logits read twice, their gradient written over them: 3 T V elements
+    linear_cross_entropy   8 T H V operations: the logits forward and once more backward, two products for
+                           the gradients (whole logits would need 6, and their memory)
+    adamw                  28 bytes for each parameter with a 16-bit remainder
+    attention              causal: 2 Q K D B H forward, 5 Q K D B H backward
+    grouped_gemm           2 T K N operations
+    permute, unpermute     T + P rows of N elements
+
+Not swept: fp16, other heads' widths than 128.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accel.ops import (
+    _launchers,
+    _triton,
+    adamw,
+    add_rms_norm,
+    attention,
+    cross_entropy,
+    geglu,
+    grouped_gemm,
+    layer_norm,
+    linear_cross_entropy,
+    moe_permute,
+    moe_row_map,
+    moe_unpermute,
+    rms_norm,
+    rope,
+    split_remainder,
+    swiglu,
+    topk_router,
+)
+from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.timing import on_stream
+from benchmarks.gpu.work import EAGER, OURS, Work, as_row, run
+
+LIGER = "liger_kernel.transformers.functional"
+RESERVE_SECONDS = 20.0
+"""A case is not begun with less left: torch.compile alone may take that."""
+
+
+def peer(module: str, make: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any] | str:
+    """`make(module)`, or in words why the module is not there."""
+    try:
+        return make(importlib.import_module(module))
+    except Exception as error:  # some raise RuntimeError without a GPU of their kind
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+class _Result(torch.autograd.Function):
+    """What a layer before would hand on: no leaf and no view, and yet the memory of the input set."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.new_empty(0).set_(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+def norms(toy: bool) -> Iterator[Work]:
+    for num_rows, num_cols in [(8, 64)] if toy else [(16384, 4096), (8192, 8192), (4096, 16384)]:
+        shape, elements = f"{num_rows} x {num_cols}", num_rows * num_cols
+
+        def xw(device: str, t: int = num_rows, n: int = num_cols, vectors: int = 1) -> tuple:
+            return normal(t, n, device=device), *(normal(n, device=device) for _ in range(vectors))
+
+        rms = {
+            OURS: rms_norm,
+            EAGER: lambda x, w: F.rms_norm(x, w.shape, w, 1e-5),
+            "liger": peer(LIGER, lambda m: lambda x, w: m.liger_rms_norm(x, w, 1e-5)),
+            "quack": peer("quack", lambda m: lambda x, w: m.rmsnorm(x, w, eps=1e-5)),
+        }
+        made = {"op": "rms_norm", "shape": shape, "make": xw, "sides": rms, "leaves": (0, 1)}
+        yield Work(mode="forward", num_bytes=4 * elements, target_of_limit=4.0 / 4.3, **made)
+        yield Work(mode="backward", num_bytes=6 * elements, target_of_limit=3.8 / 4.3, **made)
+        if num_cols > 8192:
+            continue
+        layer = {
+            OURS: layer_norm,
+            EAGER: lambda x, w, b: F.layer_norm(x, w.shape, w, b, 1e-5),
+            "liger": peer(LIGER, lambda m: lambda x, w, b: m.liger_layer_norm(x, w, b, 1e-5)),
+        }
+        made = {"op": "layer_norm", "shape": shape, "make": partial(xw, vectors=2), "sides": layer}
+        yield Work(mode="forward", num_bytes=4 * elements, **made)
+        yield Work(mode="backward", num_bytes=6 * elements, leaves=(0, 1, 2), **made)
+
+        def xrw(device: str, t: int = num_rows, n: int = num_cols) -> tuple:
+            return (
+                normal(t, n, device=device),
+                normal(t, n, device=device),
+                normal(n, device=device),
+            )
+
+        def eager_add(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            total = x + residual
+            return F.rms_norm(total, w.shape, w, 1e-5), total
+
+        added = {
+            OURS: add_rms_norm,
+            EAGER: eager_add,
+            "liger": peer(
+                LIGER, lambda m: lambda x, r, w: m.liger_fused_add_rms_norm(x, r, w, 1e-5)
+            ),
+        }
+        made = {"op": "add_rms_norm", "shape": shape, "make": xrw, "sides": added}
+        yield Work(mode="forward", num_bytes=8 * elements, target_of_limit=4.0 / 4.3, **made)
+        yield Work(mode="backward", num_bytes=6 * elements, leaves=(0, 1, 2), **made)
+
+
+def activations(toy: bool) -> Iterator[Work]:
+    for num_rows, width in [(8, 32)] if toy else [(8192, 14336)]:
+        shape, elements = f"{num_rows} x {width}", num_rows * width
+
+        def x(device: str, t: int = num_rows, f: int = width) -> tuple:
+            return (normal(t, 2 * f, device=device),)
+
+        def halves(function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+            return lambda x: function(*x.chunk(2, dim=-1))
+
+        gated = {
+            "swiglu": (swiglu, lambda a, b: F.silu(a) * b, "liger_swiglu"),
+            "geglu": (geglu, lambda a, b: F.gelu(a, approximate="tanh") * b, "liger_geglu"),
+        }
+        for op, (ours, plain, name) in gated.items():
+            sides = {
+                OURS: ours,
+                EAGER: halves(plain),
+                "liger": peer(LIGER, lambda m, n=name: halves(getattr(m, n))),
+            }
+            made = {"op": op, "shape": shape, "make": x, "sides": sides}
+            yield Work(mode="forward", num_bytes=6 * elements, target_of_limit=4.0 / 4.3, **made)
+            yield Work(mode="backward", num_bytes=10 * elements, target_of_limit=3.8 / 4.3, **made)
+
+
+def ropes(toy: bool) -> Iterator[Work]:
+    s, heads, groups, d = (16, 2, 1, 32) if toy else (8192, 32, 8, 128)
+
+    def qk(device: str) -> tuple:
+        angles = torch.outer(
+            torch.arange(s, device=device, dtype=torch.float32),
+            1e4 ** (-torch.arange(0, d, 2, device=device, dtype=torch.float32) / d),
+        )
+        freqs = torch.cat([angles, angles], -1)[:, None, None]
+        return normal(s, 1, heads, d, device=device), normal(s, 1, groups, d, device=device), freqs
+
+    def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-b, a], -1) * sin
+
+    def eager(q: Tensor, k: Tensor, freqs: Tensor) -> Tensor:
+        cos, sin = freqs.cos().to(q.dtype), freqs.sin().to(q.dtype)
+        return torch.cat([rotated(q, cos, sin), rotated(k, cos, sin)], dim=2)
+
+    def ours(q: Tensor, k: Tensor, freqs: Tensor) -> Any:
+        return rope(q, freqs, k)
+
+    # What is compared is q: the results are (q, k), or both in one.
+    sides = {OURS: ours, EAGER: lambda q, k, f: eager(q, k, f).split([heads, groups], dim=2)}
+    num_bytes = 2 * 2 * s * (heads + groups) * d
+    made = {"op": "rope", "shape": f"S={s}, {heads}+{groups} heads of {d}", "make": qk}
+    yield Work(mode="forward", sides=sides, num_bytes=num_bytes, target_of_limit=3.8 / 4.3, **made)
+
+
+def losses(toy: bool) -> Iterator[Work]:
+    t, v, h = (8, 100, 16) if toy else (8192, 131072, 4096)
+
+    def logits(device: str) -> tuple:
+        return normal(t, v, device=device), torch.randint(v, (t,), device=device)
+
+    # The gradient is written over the logits: a call after the first finds gradients there, which
+    # take as long. Liger's is written in its forward.
+    def ours(x: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(_Result.apply(x), target, check_target=False, inplace=True)
+
+    def eager(x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(x.float(), target, reduction="none")
+
+    sides = {
+        OURS: ours,
+        EAGER: eager,
+        "liger": peer(LIGER, lambda m: lambda x, y: m.liger_cross_entropy(x, y, reduction="none")),
+    }
+    yield Work(
+        op="cross_entropy",
+        shape=f"T={t}, V={v}",
+        mode="both",
+        make=logits,
+        sides=sides,
+        num_bytes=3 * 2 * t * v,
+        target_us={"h200": 1700.0},
+    )
+
+    def hidden(device: str) -> tuple:
+        weight = normal(v, h, device=device) * h**-0.5
+        return normal(t, h, device=device), weight, torch.randint(v, (t,), device=device)
+
+    def fused(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return linear_cross_entropy(x, w, y, check_target=False)
+
+    sides = {
+        OURS: fused,
+        EAGER: lambda x, w, y: F.cross_entropy((x @ w.t()).float(), y, reduction="none"),
+        "cut_cross_entropy": peer(
+            "cut_cross_entropy",
+            lambda m: lambda x, w, y: m.linear_cross_entropy(x, w, y, reduction="none"),
+        ),
+    }
+    yield Work(
+        op="linear_cross_entropy",
+        shape=f"T={t}, H={h}, V={v}",
+        mode="both",
+        make=hidden,
+        leaves=(0, 1),
+        sides=sides,
+        num_flops=8 * t * h * v,
+        target_of_limit=0.9,
+        compiled=False,
+    )
+
+
+def optimizers(toy: bool) -> Iterator[Work]:
+    sizes = [100, 64] if toy else [4096 * 4096] * 24
+
+    def state(device: str) -> tuple:
+        masters = [torch.randn(n, device=device) for n in sizes]
+        halves, remainders = zip(*(split_remainder(m.clone()) for m in masters), strict=True)
+        return (
+            list(halves),
+            [torch.randn(n, device=device) for n in sizes],
+            [torch.zeros(n, device=device) for n in sizes],
+            [torch.zeros(n, device=device) for n in sizes],
+            [torch.zeros((), device=device) for _ in sizes],
+            list(remainders),
+            masters,
+        )
+
+    # A rate at which a step that is wrong or left out cannot pass the check: a tenth of the weights.
+    knobs = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+    def ours(p: list, g: list, m: list, v: list, steps: list, low: list, masters: list) -> Tensor:
+        adamw(p, g, m, v, steps, (), low, **knobs)
+        return p[0]
+
+    def fused(p: list, g: list, m: list, v: list, steps: list, low: list, masters: list) -> Tensor:
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            masters, g, m, v, [], steps, amsgrad=False, lr=0.1, beta1=0.9, beta2=0.95,
+            weight_decay=0.1, eps=1e-8, maximize=False,
+        )  # fmt: skip
+        torch._foreach_copy_(p, masters)
+        return p[0]
+
+    yield Work(
+        op="adamw",
+        shape=f"{sum(sizes) / 1e6:.4g} M parameters in {len(sizes)} tensors",
+        mode="forward",
+        make=state,
+        sides={OURS: ours, "torch fused and copy": fused},
+        reference=fused,
+        num_bytes=28 * sum(sizes),
+        target_of_limit=0.95,
+        compiled=False,
+    )
+
+
+def attentions(toy: bool) -> Iterator[Work]:
+    shapes = [(32, 1, 2, 1, 32)] if toy else [(8192, 1, 32, 8, 128), (4096, 2, 32, 32, 128)]
+    for s, b, h, g, d in shapes:
+
+        def qkv(device: str, s: int = s, b: int = b, h: int = h, g: int = g, d: int = d) -> tuple:
+            return tuple(normal(s, b, n, d, device=device) for n in (h, g, g))
+
+        def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, k, v, causal=True)[0]
+
+        def own_triton(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            """Also where another library's would be chosen."""
+            from accel._triton.attention import forward
+
+            return forward(q, k, v, None, None, None, q.shape[-1] ** -0.5, -1, 0, 0.0)[0]
+
+        def sdpa(q: Tensor, k: Tensor, v: Tensor, backend: Any = None) -> Tensor:
+            q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
+            options = {"is_causal": True, "enable_gqa": q.shape[1] != k.shape[1]}
+            if backend is None:
+                return F.scaled_dot_product_attention(q, k, v, **options).permute(2, 0, 1, 3)
+            with torch.nn.attention.sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, **options).permute(2, 0, 1, 3)
+
+        kinds = torch.nn.attention.SDPBackend
+        sides: dict[str, Callable[..., Any] | str] = {OURS: ours, EAGER: sdpa}
+        if not toy:
+            sides |= {
+                "cudnn": partial(sdpa, backend=kinds.CUDNN_ATTENTION),
+                "flash": partial(sdpa, backend=kinds.FLASH_ATTENTION),
+                "flash-attn 3": peer(
+                    "flash_attn_interface",
+                    lambda m: (
+                        lambda q, k, v: m.flash_attn_func(
+                            *(t.transpose(0, 1) for t in (q, k, v)), causal=True
+                        ).transpose(0, 1)
+                    ),
+                ),
+            }
+        made = {"op": "attention", "shape": f"S={s}, B={b}, {h}+{g} heads of {d}", "make": qkv}
+        flops = 2 * s * s * d * b * h
+        common = {"sides": sides, "leaves": (0, 1, 2), "compiled": False, **made}
+        over = {"cudnn": 0.98, "flash": 1.0}
+        yield Work(mode="forward", num_flops=flops, target_over=over, **common)
+        yield Work(mode="backward", num_flops=5 * flops // 2, target_over=over, **common)
+        alone = {OURS: own_triton, EAGER: sdpa}
+        yield Work(
+            **{**common, **made, "op": "attention by Triton", "sides": alone},
+            mode="forward",
+            num_flops=flops,
+            target_us={"h200": 1e6 * flops / 450e12},
+        )
+
+
+def experts(toy: bool) -> Iterator[Work]:
+    t, e, k, n, topk, h = (32, 4, 16, 24, 2, 16) if toy else (65536, 64, 4096, 2048, 8, 4096)
+
+    def routed(device: str) -> tuple:
+        weights = torch.rand(e).pow(2) + 0.1
+        counts = torch.multinomial(weights, t, replacement=True).bincount(minlength=e)
+        w = normal(e, k, n, device=device) * k**-0.5
+        return normal(t, k, device=device), w, counts.to(device)
+
+    def stock(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
+        parts = x.split(counts.tolist())
+        return torch.cat([p @ w[i] for i, p in enumerate(parts)])
+
+    def library(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
+        return torch._grouped_mm(x, w, offs=counts.cumsum(0).to(torch.int32))
+
+    sides = {OURS: grouped_gemm, EAGER: stock}
+    sides |= {} if toy else {"torch._grouped_mm": library}
+    made = {"op": "grouped_gemm", "shape": f"{e} experts, {t} x {k} x {n}", "make": routed}
+    made |= {"sides": sides, "leaves": (0, 1), "compiled": False}
+    over = {"torch._grouped_mm": 1.0}
+    yield Work(mode="forward", num_flops=2 * t * k * n, target_over=over, **made)
+    yield Work(mode="backward", num_flops=4 * t * k * n, target_over=over, **made)
+
+    tokens = t // topk
+
+    def map_of(device: str) -> Tensor:
+        chosen = torch.rand(tokens, e, device=device).topk(topk, dim=1).indices
+        routing_map = torch.zeros(tokens, e, dtype=torch.bool, device=device)
+        return routing_map.scatter_(1, chosen, True)
+
+    def permuted(device: str) -> tuple:
+        return normal(tokens, h, device=device), moe_row_map(map_of(device), tokens * topk)
+
+    def eager_permute(x: Tensor, row_map: Tensor) -> Tensor:
+        return x.index_select(0, row_map % tokens)
+
+    made = {"shape": f"{tokens} tokens to {topk} of {e} experts, H={h}"}
+    num_bytes = 2 * h * (tokens + tokens * topk)
+    yield Work(
+        op="moe_permute", mode="forward", make=permuted, num_bytes=num_bytes, target_of_limit=0.75,
+        sides={OURS: moe_permute, EAGER: eager_permute}, **made,
+    )  # fmt: skip
+
+    def rows(device: str) -> tuple:
+        return normal(tokens * topk, h, device=device), moe_row_map(map_of(device), tokens * topk)
+
+    def eager_unpermute(y: Tensor, row_map: Tensor) -> Tensor:
+        out = torch.zeros(tokens, h, dtype=y.dtype, device=y.device)
+        return out.index_add_(0, row_map % tokens, y)
+
+    def reference(y: Tensor, row_map: Tensor) -> Tensor:
+        return eager_unpermute(y.float(), row_map)
+
+    yield Work(
+        op="moe_unpermute", mode="forward", make=rows, num_bytes=num_bytes, target_of_limit=0.75,
+        sides={OURS: lambda y, m: moe_unpermute(y, m, tokens), EAGER: eager_unpermute},
+        reference=reference, **made,
+    )  # fmt: skip
+
+    def router_logits(device: str) -> tuple:
+        return (normal(tokens, e, dtype=torch.float32, device=device),)
+
+    def eager_router(x: Tensor) -> Tensor:
+        values, chosen = x.topk(topk, dim=1)
+        return torch.zeros_like(x).scatter(1, chosen, values.softmax(-1))
+
+    yield Work(
+        op="topk_router", mode="forward", make=router_logits, num_bytes=tokens * e * (4 + 4 + 1),
+        sides={OURS: lambda x: topk_router(x, topk)[0], EAGER: eager_router},
+        shape=f"{tokens} tokens, {topk} of {e} experts",
+    )  # fmt: skip
+
+
+def small(toy: bool) -> Iterator[Work]:
+    """Host time: what launching costs where the work is next to nothing. Target: 80 us in all."""
+
+    def xw(device: str) -> tuple:
+        return normal(64, 256, device=device), normal(256, device=device)
+
+    sides = {
+        OURS: rms_norm,
+        EAGER: lambda x, w: F.rms_norm(x, w.shape, w, 1e-5),
+        "liger": peer(LIGER, lambda m: lambda x, w: m.liger_rms_norm(x, w, 1e-5)),
+    }
+    yield Work(
+        op="rms_norm", shape="64 x 256, host time", mode="both", make=xw, sides=sides,
+        leaves=(0, 1), num_bytes=10 * 64 * 256, compiled=False,
+    )  # fmt: skip
+
+
+GROUPS = (norms, activations, ropes, losses, optimizers, attentions, experts, small)
+
+
+def main() -> int:
+    setting = Setting.from_argv()
+    torch.manual_seed(1)
+    ceilings_file = setting.folder / "ceilings.json"
+    if not ceilings_file.exists():
+        print("no ceilings.json: part ceilings comes first")
+        return 1
+    limits = json.loads(ceilings_file.read_text())
+    lines = setting.folder / "ops.jsonl"
+    rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    done = {(row["op"], row["mode"], row["shape"]) for row in rows}
+    stream = None if setting.rehearse else on_stream()
+    interpreted = torch.library.Library("accel", "IMPL")
+    if setting.rehearse:
+        _launchers.register(_triton.PACKAGE, interpreted, "CPU", override=True)
+    failed = False
+    with torch.cuda.stream(stream):
+        for work in (work for group in GROUPS for work in group(setting.rehearse)):
+            if (work.op, work.mode, work.shape) in done:
+                continue
+            if setting.seconds_left < RESERVE_SECONDS:
+                print(f"no time left for {work.name} and what follows; run the command again")
+                return 1
+            try:
+                results = run(work, setting.device, stream)
+            except Exception as error:
+                print(f"{work.name}: {type(error).__name__}: {error}", flush=True)
+                failed = True
+                continue
+            row = as_row(work, results, limits, setting.machine)
+            with lines.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{work.name}: {results}", flush=True)
+            torch._dynamo.reset()
+            if not setting.rehearse:
+                torch.cuda.empty_cache()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

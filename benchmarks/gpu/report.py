@@ -1,0 +1,152 @@
+"""Part report: what the other parts left, as results.json and as tables for people, results.md."""
+
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel.testing.bench import commit
+from benchmarks.gpu.setting import Setting, write_json
+
+MFU_TARGET, SPEEDUP_TARGET = 0.6, 1.3
+
+
+def read(file: Path) -> Any:
+    """The JSON of a file, or None where its part has not come so far."""
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def versions() -> dict[str, str | None]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in ("torch", "triton", "megatron-core", "liger-kernel"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def verdict(row: dict, rehearsal: bool) -> str:
+    """Whether ours meets the target of its row."""
+    ours = row["sides"].get("accel", {})
+    if "us" not in ours:
+        return "no result"
+    if row["target_us"] is None or rehearsal:
+        return ""
+    return "met" if ours["us"] <= row["target_us"] else "missed"
+
+
+def ops_table(rows: list[dict], rehearsal: bool) -> list[str]:
+    """One line for each row: ours, the share of the ceiling, the peers."""
+    lines = [
+        "| op | shape | ours, us | of the ceiling | host, us | peers, us | target, us | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ours = row["sides"].get("accel", {})
+        peers = ", ".join(
+            f"{side} {data['us']:.1f}" if "us" in data else f"{side}: {data['absent'][:60]}"
+            for side, data in row["sides"].items()
+            if side != "accel"
+        )
+        if "us" in ours:
+            cells = [
+                f"{ours['us']:.1f}",
+                f"{row['limit_us'] / ours['us']:.0%}",
+                f"{ours['host_us']:.0f}",
+            ]
+        else:
+            cells = [ours.get("absent", "absent")[:80], "", ""]
+        target = "" if row["target_us"] is None else f"{row['target_us']:.1f}"
+        cells = [
+            f"{row['op']} {row['mode']}",
+            row["shape"],
+            *cells,
+            peers,
+            target,
+            verdict(row, rehearsal),
+        ]
+        lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    return lines
+
+
+def training_table(training: dict) -> list[str]:
+    sides, stock = training["sides"], training["sides"].get("stock", {})
+    lines = [
+        "| side | ms a step | tokens/s | MFU | peak, GiB | over stock | losses apart by |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for side, made in sides.items():
+        if "ms" not in made:
+            lines.append(
+                f"| {side} | failed: {made['failed'].strip().splitlines()[-1][:100]} | | | | | |"
+            )
+            continue
+        mfu = "" if made["mfu"] is None else f"{made['mfu']:.1%}"
+        over = f"{stock['ms'] / made['ms']:.2f}x" if "ms" in stock else ""
+        apart = ""
+        if "losses" in stock:
+            pairs = zip(made["losses"], stock["losses"], strict=False)
+            apart = f"{max((abs(a - b) for a, b in pairs), default=0):.2e}"
+        lines.append(
+            f"| {side} | {made['ms']:.1f} | {made['tokens_per_s']:.0f} | {mfu} "
+            f"| {made['peak_bytes'] / 2**30:.1f} | {over} | {apart} |"
+        )
+    return lines
+
+
+def main() -> int:
+    setting = Setting.from_argv()
+    folder = setting.folder
+    state, ceilings = read(folder / "state.json"), read(folder / "ceilings.json")
+    tests, training = read(folder / "tests.json"), read(folder / "training.json")
+    file = folder / "ops.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    results = {
+        "commit": commit(),
+        "rehearsal": setting.rehearse,
+        "versions": versions(),
+        "parts": state["parts"] if state else {},
+        "ceilings": ceilings,
+        "tests": tests,
+        "ops": rows,
+        "training": training,
+    }
+    write_json(folder / "results.json", results)
+    lines = [f"# {ceilings['device'] if ceilings else 'no device'}, commit {results['commit']}", ""]
+    if setting.rehearse:
+        lines += ["A rehearsal on the CPU: **no figure here means anything.**", ""]
+    lines += [", ".join(f"{name} {text}" for name, text in results["versions"].items()), ""]
+    lines += [
+        f"* {name}: {part['status']} in {part['seconds']:.0f} s {part.get('why', '')}"
+        for name, part in results["parts"].items()
+    ]
+    if ceilings:
+        lines.append(
+            f"* copy {ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s, bf16 product "
+            f"{ceilings['gemm_flops_per_s'] / 1e12:.0f} TFLOP/s"
+        )
+    if tests:
+        counts = ", ".join(
+            f"{tests[key]} {key}" for key in ("passed", "failures", "errors", "skipped")
+        )
+        lines += [
+            f"* {counts}",
+            *(f"    * {f['test']}: {f['why'][:160]}" for f in tests["failed"][:20]),
+        ]
+    if rows and ceilings:
+        lines += ["", *ops_table(rows, setting.rehearse)]
+    if training:
+        lines += ["", f"Training, {training['shape']}:", "", *training_table(training)]
+    (folder / "results.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""One op at one shape on several sides: how it is made, checked and timed.
+
+A side that cannot be imported, is wrong or fails is reported in words; it hides no other.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.timing import Times, measure
+
+__all__ = ["OURS", "Work", "run"]
+
+OURS = "accel"
+EAGER = "eager"
+Mode = Literal["forward", "backward", "both"]
+
+ROTATED_BYTES = 512 << 20
+"""Of all input sets together: ten times the 50 MiB of an H100's L2."""
+ALLOWED = 1e-3
+"""Relative error that any side may have, whatever eager PyTorch's is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What `run` times.
+
+    Exactly one of `num_bytes` and `num_flops` says what the work is bound by: the limit is that many
+    at the ceiling that this run has measured.
+    """
+
+    op: str
+    shape: str
+    mode: Mode
+    make: Callable[[str], tuple]
+    """Device -> the arguments of one call."""
+    sides: Mapping[str, Callable[..., Any] | str]
+    """`OURS`, `EAGER` and peers -> the function, or in words why it is not there."""
+    leaves: Sequence[int] = (0,)
+    """Which arguments get gradients."""
+    num_bytes: int = 0
+    num_flops: int = 0
+    target_of_limit: float | None = None
+    """The share of the ceiling that we mean to reach."""
+    target_us: Mapping[str, float] = field(default_factory=dict)
+    """Machine -> microseconds."""
+    target_over: Mapping[str, float] = field(default_factory=dict)
+    """Peer -> how many times as fast as it."""
+    reference: Callable[..., Any] | None = None
+    """For the check, in place of eager on fp32 inputs."""
+    compiled: bool = True
+    """Whether `torch.compile` of eager is a peer."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.mode} {self.shape}"
+
+
+def _first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, list | tuple) else result
+
+
+def _wide(arguments: tuple) -> tuple:
+    floats = (torch.bfloat16, torch.float16)
+    return tuple(
+        a.detach().float() if isinstance(a, Tensor) and a.dtype in floats else a for a in arguments
+    )
+
+
+def _clone(value: Any) -> Any:
+    """Sides may overwrite what they are given."""
+    if isinstance(value, list | tuple):
+        return type(value)(_clone(v) for v in value)
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _with_leaves(work: Work, arguments: tuple) -> tuple:
+    if work.mode == "forward":
+        return arguments
+    return tuple(
+        a.detach().requires_grad_() if i in work.leaves else a for i, a in enumerate(arguments)
+    )
+
+
+def _outputs(work: Work, function: Callable[..., Any], arguments: tuple) -> list[Tensor]:
+    """What the check compares: the result, and the gradients of the leaves."""
+    arguments = _with_leaves(work, _clone(arguments))
+    result = _first(function(*arguments))
+    if work.mode == "forward":
+        return [result]
+    generator = torch.Generator(result.device).manual_seed(5)
+    dy = torch.randn(result.shape, generator=generator, device=result.device).to(result.dtype)
+    leaves = [arguments[i] for i in work.leaves]
+    kept = result.detach().clone()
+    return [kept, *torch.autograd.grad(result, leaves, dy)]
+
+
+def _errors(outputs: list[Tensor], exact: list[Tensor]) -> list[float]:
+    return [
+        float((o.float() - e.float()).norm() / e.float().norm().clamp(min=1e-30))
+        for o, e in zip(outputs, exact, strict=True)
+    ]
+
+
+def check(work: Work, device: str, sides: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+    """Side -> why its results are wrong; empty if all are right."""
+    times = 2 if device != "cpu" else 3  # the interpreter truncates to bf16, and rounds nothing
+    arguments = work.make(device)
+    exact = _outputs(work, work.reference or sides[EAGER], _wide(arguments))
+    allowed = [ALLOWED] * len(exact)
+    if EAGER in sides:
+        found = _errors(_outputs(work, sides[EAGER], arguments), exact)
+        allowed = [max(times * error, ALLOWED) for error in found]
+    wrong = {}
+    for side, function in sides.items():
+        try:
+            errors = _errors(_outputs(work, function, arguments), exact)
+        except Exception as error:
+            wrong[side] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            continue
+        if not all(e <= a for e, a in zip(errors, allowed, strict=True)):  # false for NaN
+            wrong[side] = f"wrong: relative errors {errors}, allowed {allowed}"
+    return wrong
+
+
+def _call(work: Work, function: Callable[..., Any], arguments: tuple) -> tuple[Callable, tuple]:
+    """What is timed for one input set, and its arguments."""
+    if work.mode == "forward":
+        return function, arguments
+    arguments = _with_leaves(work, arguments)
+    leaves = [arguments[i] for i in work.leaves]
+    if work.mode == "backward":
+        result = _first(function(*arguments))
+        dy = torch.randn_like(result)
+
+        def backward(result: Tensor, dy: Tensor, leaves: list[Tensor]) -> Any:
+            return torch.autograd.grad(result, leaves, dy, retain_graph=True)
+
+        return backward, (result, dy, leaves)
+    with torch.no_grad():
+        dy = torch.randn_like(_first(function(*arguments)))
+
+    def both(arguments: tuple, dy: Tensor, leaves: list[Tensor]) -> Any:
+        return torch.autograd.grad(_first(function(*arguments)), leaves, dy)
+
+    return both, (arguments, dy, leaves)
+
+
+def _num_sets(work: Work, device: str, arguments: tuple) -> int:
+    if device == "cpu":
+        return 1
+    tensors = [t for a in arguments for t in (a if isinstance(a, list | tuple) else [a])]
+    num_bytes = sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+    return max(1, min(64, -(-ROTATED_BYTES // max(num_bytes, 1))))
+
+
+def run(work: Work, device: str, stream: Any) -> dict[str, Any]:
+    """Check every side, then time those that are right. Side -> `Times`, or why there are none."""
+    told: dict[str, Any] = {side: f for side, f in work.sides.items() if isinstance(f, str)}
+    sides = {side: f for side, f in work.sides.items() if not isinstance(f, str)}
+    if work.compiled and EAGER in sides and device != "cpu":
+        sides["torch.compile"] = torch.compile(sides[EAGER], dynamic=False)
+    wrong = check(work, device, sides)
+    told |= wrong
+    calls: dict[str, Callable] = {}
+    sets: dict[str, Sequence[tuple]] = {}
+    for side, function in sides.items():
+        if side in wrong:
+            continue
+        first = work.make(device)
+        inputs = [first, *(work.make(device) for _ in range(_num_sets(work, device, first) - 1))]
+        made = [_call(work, function, arguments) for arguments in inputs]
+        calls[side], sets[side] = made[0][0], [arguments for _, arguments in made]
+        del inputs, made
+    measured = measure(calls, sets, stream)
+    return {side: measured.get(side, told.get(side)) for side in (*work.sides, *measured)}
+
+
+def as_row(
+    work: Work, results: Mapping[str, Any], limits: Mapping[str, float], machine: str
+) -> dict:
+    """One line of results.json: times of all sides, the limit, the target and whether it is met."""
+    times = {side: t for side, t in results.items() if isinstance(t, Times)}
+    rate = limits["copy_bytes_per_s"] if work.num_bytes else limits["gemm_flops_per_s"]
+    limit = 1e6 * (work.num_bytes or work.num_flops) / rate
+    targets = [work.target_us[machine]] if machine in work.target_us else []
+    if work.target_of_limit:
+        targets.append(limit / work.target_of_limit)
+    targets += [times[p].best / by for p, by in work.target_over.items() if p in times]
+    return {
+        "op": work.op,
+        "mode": work.mode,
+        "shape": work.shape,
+        "limit_us": limit,
+        "target_us": min(targets) if targets else None,
+        "sides": {
+            side: (
+                {"us": t.best, "eager_us": t.eager, "host_us": t.host, "spread_us": t.spread,
+                 "rate": (work.num_bytes or work.num_flops) / (t.best * 1e-6), "note": t.note}
+                if isinstance(t, Times) else {"absent": str(t)}
+            )
+            for side, t in results.items()
+        },
+        "bound": "bytes" if work.num_bytes else "flops",
+    }  # fmt: skip

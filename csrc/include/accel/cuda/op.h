@@ -1,0 +1,62 @@
+// What an op of csrc/cuda does before and after it launches: the current device and stream, and the check
+// that the launch went well. Compiled by g++; with ACCEL_CUDA_ON_CPU for the emulator, where tensors are
+// on the CPU.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include "accel/check.h"
+#include "accel/cuda/launch.h"
+
+#ifndef ACCEL_CUDA_ON_CPU
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace accel::cuda {
+
+inline Dtype dtype_of(at::ScalarType dtype, const char* op) {
+  ACCEL_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, op,
+                    " on CUDA takes float32, bfloat16 or float16, got ", dtype);
+  if (dtype == at::kFloat) return Dtype::float32;
+  return dtype == at::kBFloat16 ? Dtype::bfloat16 : Dtype::float16;
+}
+
+#ifdef ACCEL_CUDA_ON_CPU
+
+struct OnDeviceOf {
+  explicit OnDeviceOf(const at::Tensor&) {}
+  // Few, since each block costs much here, and odd, so that rows do not divide by it.
+  Queue queue() const { return {nullptr, 3}; }
+  void check_launch() const {}  // the emulator throws
+};
+
+#else
+
+int num_processors(c10::DeviceIndex device);
+
+// Launches go to the device of `tensor` for as long as this lives.
+class OnDeviceOf {
+ public:
+  explicit OnDeviceOf(const at::Tensor& tensor) : guard_(tensor.device()) {}
+  Queue queue() const {
+    const c10::DeviceIndex device = guard_.current_device().index();
+    return {c10::cuda::getCurrentCUDAStream(device).stream(), num_processors(device)};
+  }
+  void check_launch() const { C10_CUDA_KERNEL_LAUNCH_CHECK(); }
+
+ private:
+  c10::cuda::CUDAGuard guard_;
+};
+
+#endif
+
+// Each op's kernels, for the dispatch key of `library`.
+void register_activation(torch::Library& library);
+void register_add_rms_norm(torch::Library& library);
+void register_rms_norm(torch::Library& library);
+void register_rope(torch::Library& library);
+
+}  // namespace accel::cuda

@@ -1,0 +1,111 @@
+"""The page about GPUs: which op has which kernels, what they compile to, and what was measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COMPILED = ROOT / "benchmarks" / "results" / "compile.json"
+
+Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
+
+INTRODUCTION = """\
+# GPUs and NPUs
+
+An op is one name in PyTorch's dispatcher, with a kernel for each kind of device: C++ on the CPU, CUDA C++
+or Triton on CUDA, torch-npu's own ops on Ascend. Features do not know which one runs.
+
+| environment variable | |
+|---|---|
+| `ACCEL_CUDA_KERNELS=auto\\|cuda\\|triton` | where an op has both: CUDA C++ (auto), or Triton |
+| `ACCEL_ATTENTION_BACKEND=NAME` | attention on CUDA by this back end, in place of the best that is there |
+
+## How it is proved without a GPU
+
+* Each Triton kernel runs in Triton's interpreter under the contract of its op, the same tests that the
+  CPU's kernels pass (`tests/triton`), and is compiled ahead of time for sm_80, sm_90 and sm_100. A spill
+  fails.
+* Each CUDA C++ kernel runs on the CPU under the same contract, its blocks' threads as fibers
+  (`tests/cuda`), and is compiled for sm_80, sm_90a and sm_100.
+* Each Ascend kernel runs against torch-npu's own schemas with reference implementations behind them
+  (`tests/npu`, [how](ascend.md)): schema-conformant, not yet run on hardware.
+* Every op runs on tensors without data: none of them waits for the GPU
+  (`tests/ops/test_no_host_sync.py`).
+
+## On a GPU
+
+```bash
+make gpu-wheels   # where there is a network: some 4 MB into .gpu-wheels
+make gpu          # on the GPU: PyTorch >= 2.11 for CUDA, Triton, nvcc and pytest, and no network
+```
+
+It builds, runs the ops' tests, measures the two ceilings, every op beside its peers and a
+Llama-3-8B-shaped training step, and writes `results.json` and `results.md` into
+`benchmarks/results/<gpu>`. It takes under nine minutes; repeated, it goes on where it stopped. `make
+gpu-rehearsal` runs the same parts on a CPU at toy sizes.
+"""
+
+
+def pages(docs: Path, generated: str, table: Table) -> dict[Path, str]:
+    parts = [generated, INTRODUCTION, "## Kernels", kernels(table)]
+    if COMPILED.exists():
+        report = json.loads(COMPILED.read_text())
+        versions = ", ".join(f"{name} {number}" for name, number in report["compilers"].items())
+        parts += [
+            "## Compiled",
+            f"`make compile-table` ({versions}): registers of a thread at most, shared memory of a block at "
+            "most, over all cases. Spills are those of kernels that say why they may.",
+            compiled(report["rows"], table),
+        ]
+    parts += ["## Measured", measured(table)]
+    return {docs / "gpu.md": "\n\n".join(part.rstrip("\n") for part in parts) + "\n"}
+
+
+def stems(folder: str, suffix: str) -> set[str]:
+    return {file.stem for file in (ROOT / folder).glob(f"[!_]*{suffix}")}
+
+
+def kernels(table: Table) -> str:
+    """One line for each op: where it has kernels."""
+    cpu, cuda = stems("csrc/cpu", ".cpp"), stems("csrc/cuda", ".cu")
+    triton, npu = stems("accel/_triton", ".py"), stems("accel/_npu", ".py")
+    ops = sorted(stems("accel/ops", ".py") & (cpu | cuda | triton | npu))
+    mark = {True: "yes", False: ""}
+    rows = [(f"`{op}`", *(mark[op in there] for there in (cpu, triton, cuda, npu))) for op in ops]
+    return table(("op", "CPU, C++", "CUDA, Triton", "CUDA C++", "Ascend"), rows)
+
+
+def compiled(rows: Sequence[Mapping], table: Table) -> str:
+    """One line for each kernel: the worst over its cases, for each architecture."""
+    worst: dict[tuple[str, str], dict[str, tuple[int, int, int]]] = {}
+    for row in rows:
+        name = row["kernel"].partition("<")[0]  # of a template, for all its types
+        archs = worst.setdefault((row["file"], name), {})
+        now = (row["registers"], row["shared_bytes"], row["spill_bytes"])
+        arch = row["arch"].removesuffix("a")
+        before = archs.get(arch, (0, 0, 0))
+        archs[arch] = (max(now[0], before[0]), max(now[1], before[1]), max(now[2], before[2]))
+    archs = sorted({arch for found in worst.values() for arch in found}, key=lambda a: int(a[3:]))
+
+    def cell(found: tuple[int, int, int] | None) -> str:
+        if found is None:
+            return ""
+        registers, shared, spilled = found
+        text = f"{registers}, {shared / 1024:.3g} KiB"
+        return f"{text}, {spilled} B spilled" if spilled else text
+
+    lines = [
+        (f"`{file.removeprefix('csrc/')}`", f"`{kernel}`", *(cell(found.get(a)) for a in archs))
+        for (file, kernel), found in sorted(worst.items())
+    ]
+    return table(("file", "kernel", *archs), lines)
+
+
+def measured(table: Table) -> str:
+    """What `make gpu` has written, for each machine."""
+    parts = []
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*/results.md")):
+        parts += [f"### {file.parent.name}", file.read_text().partition("\n")[2].strip()]
+    return "\n\n".join(parts) or "Nothing yet: `make gpu` has not run on a GPU so far."

@@ -1,0 +1,59 @@
+// Kernels with the faults that the emulator is there to find, and one without; called by test_emulator.py.
+#include <stdexcept>
+#include <string>
+
+#include "accel/cuda/device.h"
+
+namespace accel::cuda {
+namespace {
+
+struct Sums {
+  float of_thread[64];
+};
+
+struct Call {
+  float* out;
+  int fault;
+};
+
+enum Fault { kNone, kBarrierMissing, kBarrierNotReached, kShuffleNotReached, kSharedNotWritten, kMisaligned };
+
+// out[t] = t + the number of the thread across the block.
+__global__ void faulty(const Call call) {
+  const int thread = threadIdx.x;
+  float* sums = block_shared<Sums>().of_thread;
+  if (call.fault != kSharedNotWritten) sums[thread] = static_cast<float>(thread);
+  if (call.fault == kBarrierNotReached && thread == 5) return;
+  if (call.fault != kBarrierMissing) __syncthreads();
+  if (call.fault == kShuffleNotReached && thread == 40) return;
+  if (call.fault == kMisaligned) load<true>(call.out + 1, 4);
+  const float zero = row_sum(0.0f, RowTeams{5}, 0);
+  call.out[blockIdx.x * blockDim.x + thread] = sums[thread] + sums[blockDim.x - 1 - thread] + zero;
+}
+
+}  // namespace
+}  // namespace accel::cuda
+
+extern "C" const char* run_faulty(float* out, int fault) {
+  static thread_local std::string message;
+  using namespace accel::cuda;
+  try {
+    launch(faulty, 2, 64, Queue{nullptr, 1}, Call{out, fault});
+  } catch (const std::exception& error) {
+    message = error.what();
+    return message.c_str();
+  }
+  return "";
+}
+
+extern "C" float widened(int bits, int is_half) {
+  using namespace accel::cuda;
+  const auto word = static_cast<uint16_t>(bits);
+  return is_half ? to_float(bits_as<__half>(word)) : to_float(bits_as<__nv_bfloat16>(word));
+}
+
+extern "C" int narrowed(float value, int is_half) {
+  using namespace accel::cuda;
+  return is_half ? bits_as<uint16_t>(from_float<__half>(value))
+                 : bits_as<uint16_t>(from_float<__nv_bfloat16>(value));
+}

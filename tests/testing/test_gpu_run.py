@@ -1,0 +1,214 @@
+"""`make gpu` as far as it goes without one: parts that fail, hang or are done, and what a case reports."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.ops import optimizers
+from benchmarks.gpu.setting import PEAKS, Setting, short_name
+from benchmarks.gpu.tests import PASSED
+from benchmarks.gpu.timing import Times, measure
+from benchmarks.gpu.training import LLAMA, fitting
+from benchmarks.gpu.work import EAGER, OURS, Work, as_row, check, run
+
+LIMITS = {"copy_bytes_per_s": 1e12, "gemm_flops_per_s": 1e12}
+
+
+@pytest.fixture
+def parts(monkeypatch, tmp_path):
+    """Three parts in place of the real ones: one that works, one that fails, one that hangs."""
+    package = tmp_path / "scratch_parts"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    bodies = {
+        "works": "print('fine')",
+        "fails": "print('no such kernel'); raise SystemExit(3)",
+        "hangs": "import time; print('waiting', flush=True); time.sleep(600)",
+        "report": "print('reported')",
+    }
+    for name, body in bodies.items():
+        (package / f"{name}.py").write_text(body)
+    monkeypatch.setattr(gpu, "PACKAGE", "scratch_parts")
+    monkeypatch.setattr(
+        gpu,
+        "PARTS",
+        (gpu.Part("hangs", 1), gpu.Part("fails", 60), gpu.Part("works", 60, ("left.json",))),
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path / "out"
+
+
+def state(folder: Path) -> dict:
+    return json.loads((folder / "state.json").read_text())["parts"]
+
+
+def test_a_failing_part_hides_no_other_and_only_it_is_done_again(parts, capsys):
+    assert gpu.main(["--folder", str(parts)]) == 1
+    first = state(parts)
+    assert first["works"]["status"] == "done"
+    assert first["fails"]["why"] == "exit code 3: no such kernel"
+    assert first["hangs"]["why"] == "not done after 1 s: waiting"
+    assert "reported" in capsys.readouterr().out
+    gpu.main(["--folder", str(parts)])
+    assert "works      done before" in capsys.readouterr().out
+    assert state(parts)["works"] == first["works"]
+
+
+def test_other_sources_begin_anew(parts, monkeypatch):
+    gpu.main(["--folder", str(parts), "--only", "works"])
+    (parts / "left.json").write_text("measured with other sources")
+    monkeypatch.setattr(gpu, "fingerprint", lambda: "another")
+    gpu.main(["--folder", str(parts), "--only", "fails"])
+    assert list(state(parts)) == ["fails"]
+    assert not (parts / "left.json").exists()
+
+
+def test_again_goes_on_from_nothing(parts, capsys):
+    gpu.main(["--folder", str(parts), "--only", "works"])
+    (parts / "left.json").touch()
+    gpu.main(["--folder", str(parts), "--only", "works"])
+    assert (parts / "left.json").exists()
+    gpu.main(["--folder", str(parts), "--only", "works", "--again"])
+    assert not (parts / "left.json").exists()
+
+
+def test_sources_tell_a_change(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "CHECKOUT", tmp_path)
+    kernel = tmp_path / "csrc" / "cuda" / "rms_norm.cu"
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text("one")
+    before = gpu.fingerprint()
+    assert gpu.fingerprint() == before
+    kernel.write_text("two")
+    assert gpu.fingerprint() != before
+
+
+def test_no_part_begins_without_time(parts, capsys):
+    assert gpu.main(["--folder", str(parts), "--minutes", "0.1"]) == 1
+    assert "works      no time left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("device", "short"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+    ],
+)
+def test_short_names(device, short):
+    assert short_name(device) == short
+
+
+def test_llama_has_the_weights_of_llama_3_8b():
+    multiplied, table = LLAMA.parameters
+    assert multiplied + table == pytest.approx(8.03e9, rel=1e-3)
+    # 6 P S and the causal half of the attention, by hand for 32 layers of 4096
+    by_hand = 4 * 4096 * (6 * multiplied + 6 * 32 * 4096 * 4096)
+    assert LLAMA.flops_per_step == pytest.approx(by_hand)
+
+
+def test_as_many_layers_as_fit():
+    assert fitting(80 << 30).num_layers < fitting(140 << 30).num_layers
+    with pytest.raises(ValueError, match="not one layer"):
+        fitting(8 << 30)
+    assert set(PEAKS) >= {"h100", "h200"}
+
+
+def doubled(**sides) -> Work:
+    return Work(
+        op="double",
+        shape="64",
+        mode="forward",
+        make=lambda device: (torch.randn(64, device=device).bfloat16(),),
+        sides=sides,
+        num_bytes=4 * 64,
+        target_over={"eager": 1.0},
+    )
+
+
+def test_a_wrong_or_absent_side_is_told_and_hides_no_other():
+    work = doubled(
+        accel=lambda x: x * 2.1,
+        eager=lambda x: x * 2,
+        liger="ImportError: none",
+        late=lambda x: 1 / 0,
+    )
+    assert set(check(work, "cpu", {k: f for k, f in work.sides.items() if callable(f)})) == {
+        "accel",
+        "late",
+    }
+    results = run(work, "cpu", None)
+    assert isinstance(results[EAGER], Times)
+    assert "wrong: relative errors" in results[OURS]
+    assert results["liger"] == "ImportError: none"
+    assert "ZeroDivisionError" in results["late"]
+    row = as_row(work, results, LIMITS, "h200")
+    assert "absent" in row["sides"]["accel"]
+    assert row["limit_us"] == pytest.approx(1e6 * 256 / 1e12)
+    assert row["target_us"] == results[EAGER].best
+
+
+def test_nan_is_wrong():
+    work = doubled(accel=lambda x: x * torch.nan, eager=lambda x: x * 2)
+    assert set(check(work, "cpu", work.sides)) == {"accel"}
+
+
+def test_a_side_that_overwrites_its_input_spoils_no_other():
+    work = doubled(accel=lambda x: x.mul_(2), eager=lambda x: x * 2)
+    assert check(work, "cpu", work.sides) == {}
+
+
+def test_times_of_a_side_that_raises():
+    result = measure({"a": lambda: 1 / 0, "b": lambda: None}, {"a": [()], "b": [()]}, None)
+    assert "ZeroDivisionError" in result["a"]
+    assert result["b"].best >= 0
+
+
+def test_setting_knows_its_time(tmp_path):
+    setting = Setting.from_argv(["--folder", str(tmp_path), "--seconds", "100", "--rehearse"])
+    assert (setting.device, setting.machine) == ("cpu", "rehearsal")
+    assert 99 < setting.seconds_left <= 100
+    assert sys.modules["benchmarks.gpu.setting"].CHECKOUT.joinpath("Makefile").exists()
+
+
+def test_an_optimizer_step_left_out_is_wrong():
+    """A step that changes little would hide in the rounding of bf16 weights."""
+    (work,) = optimizers(toy=True)
+    sides = {**work.sides, "accel": lambda params, *state: params[0]}
+    assert set(check(work, "cpu", sides)) == {"accel"}
+    assert check(work, "cpu", work.sides) == {}
+
+
+def test_tests_that_have_passed_are_not_run_again(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # those below are no workers
+    folder = tmp_path / "suite"
+    folder.mkdir()
+    (folder / "test_two.py").write_text(
+        "import os\ndef test_good(): pass\ndef test_bad(): assert 'MENDED' in os.environ\n"
+    )
+    passed = tmp_path / "tests.passed"
+    passed.touch()
+
+    def outcome(**environment: str) -> str:
+        path = os.pathsep.join([str(gpu.CHECKOUT), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+        return subprocess.run(
+            [*command, "-p", "benchmarks.gpu.tests", "-c", os.devnull, "--rootdir", str(folder)],
+            env={**os.environ, "PYTHONPATH": path, PASSED: str(passed), **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout
+
+    assert "1 failed, 1 passed" in outcome()
+    assert passed.read_text().split() == ["test_two.py::test_good"]
+    assert "1 passed, 1 deselected" in outcome(MENDED="1")
+    assert "2 deselected" in outcome()

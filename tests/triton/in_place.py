@@ -1,0 +1,46 @@
+"""An op that changes its arguments, called with CPU tensors, on the GPU where there is one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.triton.harness import HAS_GPU
+
+__all__ = ["DEVICE", "in_place_on_device"]
+
+DEVICE = "cuda" if HAS_GPU else "cpu"
+
+
+def in_place_on_device(op: Callable[..., None], stay: tuple[int, ...] = ()) -> Callable[..., None]:
+    """The op on the GPU: the memory of its arguments travels there, once and whole, and back.
+
+    Args:
+        op: changes its arguments, returns nothing.
+        stay: positions of arguments that stay on the CPU.
+    """
+    if not HAS_GPU:
+        return op
+
+    def moved(*args: Any, **options: Any) -> None:
+        there: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+        def send(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(map(send, value))
+            if not isinstance(value, Tensor):
+                return value
+            here = value.untyped_storage()
+            if here.data_ptr() not in there:
+                there[here.data_ptr()] = (here, here.cuda())
+            view = torch.empty(0, dtype=value.dtype, device="cuda")
+            storage = there[here.data_ptr()][1]
+            return view.set_(storage, value.storage_offset(), value.size(), value.stride())
+
+        sent = [a if i in stay else send(a) for i, a in enumerate(args)]
+        op(*sent, **{name: send(value) for name, value in options.items()})
+        for here, storage in there.values():
+            here.copy_(storage)
+
+    return moved

@@ -1,0 +1,106 @@
+"""Every GPU kernel compiles for every architecture, spills nothing and asks for no more than there is.
+
+In processes of their own: this one interprets Triton. `make compile-table` writes the whole table.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel._triton import MODULES
+from accel.testing import compile_table
+from accel.testing.compile_table import (
+    ARCHITECTURES,
+    CUDA_ARCHITECTURES,
+    Compiled,
+    compile_cuda,
+    cuda_sources,
+    nvcc,
+)
+
+ROOT = Path(__file__).parents[2]
+
+needs_nvcc = pytest.mark.skipif(nvcc() is None, reason="nvcc is not installed")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_triton_kernels(name, tmp_path):
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(ROOT / ".cache" / "triton")}
+    environment.pop("TRITON_INTERPRET", None)
+    output = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "accel.testing.compile_table", "--only", name]
+    result = subprocess.run(
+        [*command, "--triton-only", "--output", output],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    report = json.loads(output.read_text())
+    assert "triton" in report["compilers"]
+    rows = report["rows"]
+    assert {row["arch"] for row in rows} == set(ARCHITECTURES)
+    assert all(row["registers"] > 0 for row in rows)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("arch", CUDA_ARCHITECTURES)
+@pytest.mark.parametrize("source", cuda_sources(), ids=lambda source: source.stem)
+def test_cuda_kernels(source, arch):
+    rows = compile_cuda(source, arch)
+    assert rows
+    assert [row.fault for row in rows if row.fault] == []
+
+
+def row(**changes) -> Compiled:
+    fields = {"file": "f", "kernel": "k", "case": "c", "arch": "sm_90", "num_warps": 4}
+    return Compiled(
+        **{**fields, "registers": 40, "shared_bytes": 1024, "spill_bytes": 0, **changes}
+    )
+
+
+def test_faults():
+    assert row().fault is None
+    assert row(spill_bytes=8).fault == "f: k (c, sm_90) spills 8 bytes a thread at 40 registers"
+    assert row(spill_bytes=8, excuse="runs once").fault is None
+    assert "a block has 166912" in row(arch="sm_80", shared_bytes=200 << 10).fault
+
+
+def test_nothing_is_compiled_by_an_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(RuntimeError, match="unset it"):
+        compile_table.compile_triton()
+
+
+def test_a_launch_is_described_as_triton_would_specialise_it():
+    from types import SimpleNamespace as Parameter
+
+    names = ("x", "rows", "one", "eps", "BLOCK", "nothing")
+    kernel = Parameter(
+        __name__="kernel",
+        params=[
+            Parameter(name=n, is_constexpr=n == "BLOCK", has_default=False, default=None)
+            for n in names
+        ],
+    )
+    x = torch.empty(4, dtype=torch.bfloat16, device="meta")
+    made = compile_table._describe(
+        kernel, (x, 2**31, 1, 1e-5), {"BLOCK": 64, "nothing": None, "num_warps": 8}
+    )
+    assert made.signature == {
+        "x": "*bf16",
+        "rows": "i64",
+        "one": "constexpr",
+        "eps": "fp32",
+        "BLOCK": "constexpr",
+        "nothing": "constexpr",
+    }
+    assert made.constants == {"one": 1, "BLOCK": 64, "nothing": None}
+    assert set(made.attributes) == {(0,), (1,)}
+    assert made.options == {"num_warps": 8}
