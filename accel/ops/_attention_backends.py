@@ -43,6 +43,8 @@ __all__ = [
 VARIABLE = "ACCEL_ATTENTION_BACKEND"
 AUTO = "auto"
 NO_LIMIT = -1
+FLASH_2_WIDE = ((8, 0), (9, 0), (10, 0))
+"""With enough shared memory for FlashAttention-2's gradient of rows of 193 to 224."""
 SEQUENCES_OF_A_GRID = 16
 """FlashAttention-2 starts blocks for (sequences x the longest one), which only the device knows: taken as
 the whole pack, all but 1 in so many blocks find nothing to do."""
@@ -263,6 +265,9 @@ def _flash2_unsupported(call: Call) -> str | None:
         return reason
     if call.width != call.value_width or call.width > 256:
         return f"rows of {call.width} and {call.value_width} (it takes one width of up to 256)"
+    if 192 < call.width <= 224 and call.capability not in FLASH_2_WIDE:
+        major, minor = call.capability
+        return f"rows of {call.width} on sm_{major}{minor}, whose gradient it has not"
     if call.sequences is not None and call.sequences > SEQUENCES_OF_A_GRID:
         return f"more than {SEQUENCES_OF_A_GRID} sequences: each would start the blocks of the whole pack"
     return None
@@ -390,12 +395,48 @@ def _results(t: Tensor, width: int, a: Arguments) -> Tensor:
     return t.new_zeros(shape) if a.packed else t.new_empty(shape)
 
 
+def _forward_into(
+    run: Callable, out: str, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, a: Arguments
+) -> tuple[Tensor, Tensor]:
+    """By a function that writes its result into the argument named `out`."""
+    result = _results(q, v.shape[-1], a)
+    _, lse, *_ = run(
+        *(_batch_first(t, a.packed) for t in (q, k, v)), **{out: _batch_first(result, a.packed)},
+        **_lengths(q, k, a), **options,
+    )  # fmt: skip
+    lse = _own_lse(lse, q)
+    _blank_padding(a.starts(q)[0], (lse, 1, -torch.inf))
+    return result, lse
+
+
+def _backward_into(
+    run: Callable,
+    tensors: Sequence[Tensor],
+    options: dict[str, Any],
+    qkv: Sequence[Tensor],
+    a: Arguments,
+) -> Gradients:
+    """By a function that takes `tensors` and writes the gradients of `qkv` into its dq, dk and dv."""
+    q, k, _ = qkv
+    dq, dk, dv = (_results(t, t.shape[-1], a) for t in qkv)
+    run(
+        *(_batch_first(t, a.packed) for t in tensors),
+        dq=_batch_first(dq, a.packed), dk=_batch_first(dk, a.packed), dv=_batch_first(dv, a.packed),
+        **_lengths(q, k, a), **options,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+FLASH_2_PLAIN = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
+
+
 def _flash2_forward(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> tuple[Tensor, Tensor]:
     module = _module(FLASH_2)
     run = module._flash_attn_varlen_forward if a.packed else module._flash_attn_forward
     out, lse, *_ = run(
         *(_batch_first(t, a.packed) for t in (q, k, v)), **_lengths(q, k, a), **_flash_options(a),
-        dropout_p=0.0, softcap=0.0, alibi_slopes=None, return_softmax=False,
+        **FLASH_2_PLAIN, return_softmax=False,
     )  # fmt: skip
     out, lse = _own_layout(out, a.packed), _own_lse(lse, q)
     _blank_padding(a.starts(q)[0], (out, 0, 0.0), (lse, 1, -torch.inf))
@@ -407,14 +448,8 @@ def _flash2_backward(
 ) -> Gradients:
     module = _module(FLASH_2)
     run = module._flash_attn_varlen_backward if a.packed else module._flash_attn_backward
-    grads = tuple(_results(t, t.shape[-1], a) for t in (q, k, v))
-    dq, dk, dv = (_batch_first(t, a.packed) for t in grads)
-    run(
-        *(_batch_first(t, a.packed) for t in (dout, q, k, v, out)), softmax_lse=lse, dq=dq, dk=dk, dv=dv,
-        **_lengths(q, k, a), **_flash_options(a), dropout_p=0.0, softcap=0.0, alibi_slopes=None,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-    return grads[0], grads[1], grads[2]
+    options = {**_flash_options(a), **FLASH_2_PLAIN, "softmax_lse": lse}
+    return _backward_into(run, (dout, q, k, v, out), options, (q, k, v), a)
 
 
 def _flash3_unsupported(call: Call) -> str | None:
@@ -431,27 +466,16 @@ def _flash3_unsupported(call: Call) -> str | None:
 
 
 def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> tuple[Tensor, Tensor]:
-    result = _results(q, v.shape[-1], a)
-    _, lse, *_ = _module(FLASH_3)._flash_attn_forward(
-        *(_batch_first(t, a.packed) for t in (q, k, v)), out_=_batch_first(result, a.packed),
-        **_lengths(q, k, a), **_flash_options(a),
-    )  # fmt: skip
-    lse = _own_lse(lse, q)
-    _blank_padding(a.starts(q)[0], (lse, 1, -torch.inf))
-    return result, lse
+    run = _module(FLASH_3)._flash_attn_forward
+    return _forward_into(run, "out_", _flash_options(a), q, k, v, a)
 
 
 def _flash3_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, a: Arguments
 ) -> Gradients:
-    grads = tuple(_results(t, t.shape[-1], a) for t in (q, k, v))
-    dq, dk, dv = (_batch_first(t, a.packed) for t in grads)
-    _module(FLASH_3)._flash_attn_backward(
-        *(_batch_first(t, a.packed) for t in (dout, q, k, v, out)), softmax_lse=lse, dq=dq, dk=dk, dv=dv,
-        **_lengths(q, k, a), **_flash_options(a, "is_causal"),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-    return grads[0], grads[1], grads[2]
+    run = _module(FLASH_3)._flash_attn_backward
+    options = {**_flash_options(a, "is_causal"), "softmax_lse": lse}
+    return _backward_into(run, (dout, q, k, v, out), options, (q, k, v), a)
 
 
 def _flash4_unsupported(call: Call) -> str | None:
@@ -473,27 +497,16 @@ def _flash4_options(a: Arguments) -> dict[str, Any]:
 
 
 def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, a: Arguments) -> tuple[Tensor, Tensor]:
-    result = _results(q, v.shape[-1], a)
-    _, lse, *_ = _module(FLASH_4)._flash_attn_fwd(
-        *(_batch_first(t, a.packed) for t in (q, k, v)), out=_batch_first(result, a.packed),
-        return_lse=True, **_lengths(q, k, a), **_flash4_options(a),
-    )  # fmt: skip
-    lse = _own_lse(lse, q)
-    _blank_padding(a.starts(q)[0], (lse, 1, -torch.inf))
-    return result, lse
+    run = _module(FLASH_4)._flash_attn_fwd
+    return _forward_into(run, "out", {**_flash4_options(a), "return_lse": True}, q, k, v, a)
 
 
 def _flash4_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, a: Arguments
 ) -> Gradients:
-    grads = tuple(_results(t, t.shape[-1], a) for t in (q, k, v))
-    dq, dk, dv = (_batch_first(t, a.packed) for t in grads)
-    _module(FLASH_4)._flash_attn_bwd(
-        *(_batch_first(t, a.packed) for t in (q, k, v, out, dout)), lse=lse, dq=dq, dk=dk, dv=dv,
-        **_lengths(q, k, a), **_flash4_options(a),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-    return grads[0], grads[1], grads[2]
+    run = _module(FLASH_4)._flash_attn_bwd
+    options = {**_flash4_options(a), "lse": lse}
+    return _backward_into(run, (q, k, v, out, dout), options, (q, k, v), a)
 
 
 # Ours.
@@ -610,13 +623,20 @@ def _aligned(t: Tensor) -> bool:
     )
 
 
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether both are the same elements, seen the same way."""
+    if (a.dtype, a.shape, a.stride()) != (b.dtype, b.shape, b.stride()):
+        return False
+    return a.data_ptr() == b.data_ptr()
+
+
 def _call(q: Tensor, k: Tensor, v: Tensor, a: Arguments, *others: Tensor) -> Call:
     capability = torch.cuda.get_device_capability(q.device)
     starts_q, starts_k = a.cu_seqlens_q, a.cu_seqlens_k
     same = (
         starts_q is not None
         and starts_k is not None
-        and (starts_q is starts_k or starts_q.data_ptr() == starts_k.data_ptr())
+        and (starts_q is starts_k or _same_memory(starts_q, starts_k))
     )
     return Call(
         capability=(capability[0], capability[1]),

@@ -108,6 +108,11 @@ def test_triton_takes_what_no_other_does(capability):
         ("flash4", {"width": 160, "value_width": 160}, "rows of 160"),
         ("flash2", {"width": 192}, "one width"),
         ("flash2", {"capability": (7, 5)}, "sm_75"),
+        (
+            "flash2",
+            {"capability": (8, 9), "width": 208, "value_width": 208},
+            "rows of 208 on sm_89",
+        ),
         ("flash2", {"sequences": 100, "same_starts": True}, "more than 16 sequences"),
         ("cudnn", {"capability": (7, 5)}, "sm_75"),
         ("cudnn", {"left": 9}, "a window"),
@@ -122,6 +127,21 @@ def test_triton_takes_what_no_other_does(capability):
 def test_reasons(name, change, reason):
     assert BACKENDS[name].unsupported_reason(HOPPER) is None
     assert reason in (BACKENDS[name].unsupported_reason(HOPPER._replace(**change)) or "")
+
+
+def test_wide_rows_that_flash2_takes():
+    rows = HOPPER._replace(width=208, value_width=208)
+    assert BACKENDS["flash2"].unsupported_reason(rows) is None
+    widest = rows._replace(capability=(8, 9), width=256, value_width=256)
+    assert BACKENDS["flash2"].unsupported_reason(widest) is None
+
+
+def test_starts_are_the_same_where_they_are_the_same_elements():
+    starts = torch.tensor([0, 3, 5, 9, 12], dtype=torch.int32)
+    assert backends._same_memory(starts, starts.view(5))
+    assert not backends._same_memory(starts[::2], starts[:3])
+    assert not backends._same_memory(starts, starts[:3])
+    assert not backends._same_memory(starts, starts.clone())
 
 
 def test_a_window_is_served_by_flash_alone():
