@@ -331,9 +331,10 @@ def spans(layer: Any) -> list[Span]:
             found.append(Span(NORMS, _before(norm), _behind(norm)))
     for module in layer.modules():
         if isinstance(module, LayerNormLinear):
-            found.append(Span(NORMS, *_around_norm(module)))
+            # a method, called once in each forward pass
+            found.append(Span(NORMS, *_around(module, "_norm", functools.partial(_timed, module))))
         if isinstance(module, MLP):
-            found.append(Span(ACTIVATION, _behind(module.linear_fc1), _before(module.linear_fc2)))
+            found.append(Span(ACTIVATION, *_around(module, recompute_activation.WATCHERS, tuple)))
     core = getattr(layer.self_attention, "core_attention", None)
     if core is not None and hasattr(layer.self_attention, "checkpoint_core_attention"):
         # the output is kept: the projection behind needs it
@@ -349,9 +350,29 @@ def _behind(module: torch.nn.Module) -> Hook:
     return lambda call: module.register_forward_hook(lambda _, args, output: call(output))
 
 
-def _around_norm(module: LayerNormLinear) -> tuple[Hook, Hook]:
-    """The norm of a linear layer is a method, called once in each forward pass."""
-    calls: list[Callable[[Any], None]] = []
+Calls = list[Callable[[Any], None]]
+
+
+def _around(
+    module: torch.nn.Module, attribute: str, watching: Callable[[Calls], Any]
+) -> tuple[Hook, Hook]:
+    """By an attribute of the module in place of hooks: what `watching` makes of both calls."""
+    calls: Calls = []
+
+    class Handle:
+        def remove(self) -> None:
+            vars(module).pop(attribute, None)
+
+    def add(call: Callable[[Any], None]) -> Handle:
+        calls.append(call)
+        vars(module)[attribute] = watching(calls)
+        return Handle()
+
+    return add, add
+
+
+def _timed(module: LayerNormLinear, calls: Calls) -> Callable[[Tensor], Tensor]:
+    """The norm of a linear layer."""
 
     def timed(x: Tensor) -> Tensor:
         begins, ends = calls
@@ -360,16 +381,7 @@ def _around_norm(module: LayerNormLinear) -> tuple[Hook, Hook]:
         ends(y)
         return y
 
-    class Handle:
-        def remove(self) -> None:
-            vars(module).pop("_norm", None)
-
-    def add(call: Callable[[Any], None]) -> Handle:
-        calls.append(call)
-        vars(module)["_norm"] = timed
-        return Handle()
-
-    return add, add
+    return timed
 
 
 def switch(layer: Any, parts: frozenset[str]) -> None:

@@ -7,9 +7,9 @@ they are needed. ``--accel-recompute-activation-num-layers N`` does so in the fi
 its virtual stages in turn (MindSpeed's ``--recompute-activation-function-num-layers``).
 
 Gradients are those of stock, bit for bit. It serves dense MLPs, shared experts that are not overlapped, and
-experts that run one by one; for experts that run grouped there is Megatron's own ``--recompute-modules
-moe_act``. In a layer that is recomputed as a whole (``--recompute-granularity full``) it holds while that
-layer runs again. What is freed and what is left alone: ``accel/memory/recompute.py``.
+the experts of the local spec; for those of the TE spec that run grouped there is Megatron's own
+``--recompute-modules moe_act``. In a layer that is recomputed as a whole (``--recompute-granularity full``)
+it holds while that layer runs again. What is freed and what is left alone: ``accel/memory/recompute.py``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ _HERE = "accel.patches.recompute_activation"
 
 MARK = "accel_recompute_activation"
 """Attribute of an MLP in a layer that was chosen."""
+WATCHERS = "accel_watchers"
+"""Attribute of an MLP whose activation is measured: two functions, called where it begins and ends. Hooks
+on its linear layers would do, but experts that find some there run one by one. Grouped experts run as a copy
+of the first, which has the attribute too."""
 
 
 def mark(layer: Any) -> None:
@@ -61,9 +65,25 @@ class _Part:
 class _Layer(torch.nn.Module):
     """A function where Megatron wants a module."""
 
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.forward = function
+
+
+def _watched(mlp: Any) -> Any:
+    """The MLP, whose watchers see what fc1 returns and what fc2 is given."""
+    begins, ends = getattr(mlp, WATCHERS)
+
+    def fc1(x: Tensor) -> Any:
+        output = mlp.linear_fc1(x)
+        begins(output)
+        return output
+
+    def fc2(*args: Any) -> Any:
+        ends(args)
+        return mlp.linear_fc2(*args)
+
+    return _Part(mlp, linear_fc1=_Layer(fc1), linear_fc2=_Layer(fc2))
 
 
 def recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,6 +93,8 @@ def recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
     def forward_(
         self: Any, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
+        if hasattr(self, WATCHERS):
+            return forward(_watched(self), hidden_states, per_token_scale, **kwargs)
         if not getattr(self, MARK, False):
             return forward(self, hidden_states, per_token_scale, **kwargs)
 

@@ -111,6 +111,25 @@ def test_the_peak_is_within_the_budget_and_gradients_are_stocks(
 
 
 @needs_native
+def test_experts_are_measured_as_they_run() -> None:
+    """Grouped: hooks on their linear layers, to measure them, would make them run one by one."""
+    spec, config = MODELS["moe"]
+    seeds = [10 * iteration + number for iteration in range(TOLD_AT) for number in range(2)]
+    parts = []
+    for grouped in (True, False):
+        with one_rank(grouped_gemm=grouped):
+            module = block(LAYERS, spec, **config)
+            expected = {seed: gradients(module, seed)[0] for seed in seeds}
+        with one_rank(grouped_gemm=grouped, memory_budget=1.0):
+            module = block(LAYERS, spec, **config)
+            train(module, TOLD_AT, expected)
+            parts.append([m.costs.parts for m in memory_budget.ON[0].layers.values()])
+    for layer, one_by_one in zip(*parts, strict=True):
+        found = {part: num_bytes for part, (num_bytes, _) in layer.items()}
+        assert found == pytest.approx({part: n for part, (n, _) in one_by_one.items()}, rel=0.01)
+
+
+@needs_native
 def test_what_an_earlier_plan_switched_on_is_off_again() -> None:
     with one_rank():
         expected = gradients(block(1), 5)[0]
