@@ -41,10 +41,11 @@ make gpu-wheels   # where there is a network: some 4 MB into .gpu-wheels
 make gpu          # on the GPU: PyTorch >= 2.11 for CUDA, Triton, nvcc and pytest, and no network
 ```
 
-It builds, runs the ops' tests, measures the two ceilings, every op beside its peers and a
-Llama-3-8B-shaped training step, and writes `results.json` and `results.md` into
-`benchmarks/results/<gpu>`. It takes under nine minutes; repeated, it goes on where it stopped. `make
-gpu-rehearsal` runs the same parts on a CPU at toy sizes.
+It builds, runs the ops' tests, measures the two ceilings, every op beside its peers, transfers under
+products, a Llama-3-8B-shaped training step and what the memory features save and cost there, and writes
+`results.json` and `results.md` into `benchmarks/results/<gpu>`. A call takes under nine minutes; repeated,
+it goes on where it stopped, and two should be enough. `make gpu-rehearsal` runs the same parts on a CPU at
+toy sizes.
 """
 
 

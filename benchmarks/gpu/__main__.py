@@ -35,7 +35,9 @@ PARTS = (
     Part("tests", 180, ("tests.json", "tests.passed")),
     Part("ceilings", 30, ("ceilings.json",)),
     Part("ops", 180, ("ops.jsonl",)),
+    Part("overlap", 40, ("overlap.json",)),
     Part("training", 200, ("training.json",)),
+    Part("memory", 280, ("memory.json",)),
 )
 SOURCES = ("accel", "csrc", "benchmarks", "examples", "tests", "setup.py")
 """What results depend on."""

@@ -3,20 +3,15 @@
 import json
 import platform
 import sys
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from accel.testing.bench import commit
-from benchmarks.gpu.setting import Setting, write_json
+from benchmarks.gpu.memory import BASE, HALVED, TARGETS
+from benchmarks.gpu.overlap import TARGET as HIDDEN_TARGET
+from benchmarks.gpu.setting import Setting, read, write_json
 
 MFU_TARGET, SPEEDUP_TARGET = 0.6, 1.3
-
-
-def read(file: Path) -> Any:
-    """The JSON of a file, or None where its part has not come so far."""
-    return json.loads(file.read_text()) if file.exists() else None
 
 
 def versions() -> dict[str, str | None]:
@@ -100,11 +95,67 @@ def training_table(training: dict) -> list[str]:
     return lines
 
 
+def memory_table(memory: dict, rehearsal: bool) -> list[str]:
+    """Times against `BASE`, peaks against stock's."""
+    sides = memory["sides"]
+    base, stock = sides.get(BASE, {}), sides.get("stock", {})
+    lines = [
+        "| side | ms a step | over accel fast | target | peak, GiB | of stock's | losses | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for side, made in sides.items():
+        if "ms" not in made:
+            why = made["failed"].strip().splitlines()[-1][:100]
+            lines.append(f"| {side} | failed: {why} | | | | | | |")
+            continue
+        over = made["ms"] / base["ms"] if "ms" in base else None
+        share = made["peak_bytes"] / stock["peak_bytes"] if stock.get("peak_bytes") else None
+        same, met = "", []
+        if side in TARGETS:
+            same = "the same" if made["losses"] == base.get("losses") else "**others**"
+            met.append(over is not None and over <= TARGETS[side] and same == "the same")
+        if side == HALVED:
+            met.append(share is not None and share <= 0.5)
+        verdict = "" if rehearsal or not met else "met" if all(met) else "missed"
+        cells = [
+            side,
+            f"{made['ms']:.1f}",
+            "" if over is None else f"{over:.3f}",
+            f"{TARGETS[side]}" if side in TARGETS else "",
+            f"{made['peak_bytes'] / 2**30:.2f}",
+            "" if share is None else f"{share:.0%}",
+            same,
+            verdict,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def overlap_table(overlap: dict, rehearsal: bool) -> list[str]:
+    lines = [
+        "| layer | gemm, us | comm, us | GB/s | ours, us | in | hidden | target | |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in overlap.items():
+        if "us" not in row:
+            lines.append(f"| {name} | failed: {row['failed'][:100]} | | | | | | | |")
+            continue
+        us, best = row["us"], row["best"]
+        verdict = "met" if row["hidden"] >= HIDDEN_TARGET else "missed"
+        lines.append(
+            f"| {name} | {us['gemm']:.1f} | {us['comm']:.1f} | {row['bytes_per_s'] / 1e9:.1f} "
+            f"| {us[best]:.1f} | {best} | {row['hidden']:.0%} | {HIDDEN_TARGET:.0%} "
+            f"| {'' if rehearsal else verdict} |"
+        )
+    return lines
+
+
 def main() -> int:
     setting = Setting.from_argv()
     folder = setting.folder
     state, ceilings = read(folder / "state.json"), read(folder / "ceilings.json")
     tests, training = read(folder / "tests.json"), read(folder / "training.json")
+    memory, overlap = read(folder / "memory.json"), read(folder / "overlap.json")
     file = folder / "ops.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     results = {
@@ -116,6 +167,8 @@ def main() -> int:
         "tests": tests,
         "ops": rows,
         "training": training,
+        "memory": memory,
+        "overlap": overlap,
     }
     write_json(folder / "results.json", results)
     lines = [f"# {ceilings['device'] if ceilings else 'no device'}, commit {results['commit']}", ""]
@@ -143,6 +196,11 @@ def main() -> int:
         lines += ["", *ops_table(rows, setting.rehearse)]
     if training:
         lines += ["", f"Training, {training['shape']}:", "", *training_table(training)]
+    if overlap:
+        lines += ["", "Transfers under products:", "", *overlap_table(overlap, setting.rehearse)]
+    if memory:
+        table = memory_table(memory, setting.rehearse)
+        lines += ["", f"Memory, {memory['shape']}, 16 micro-batches:", "", *table]
     (folder / "results.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
     return 0

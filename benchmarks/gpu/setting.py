@@ -11,7 +11,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["CHECKOUT", "PEAKS", "SITE", "WHEELS", "Setting", "results", "short_name", "write_json"]
+__all__ = [
+    "CHECKOUT",
+    "PEAKS",
+    "SITE",
+    "WHEELS",
+    "Setting",
+    "read",
+    "results",
+    "short_name",
+    "write_json",
+]
 
 CHECKOUT = Path(__file__).parents[2]
 WHEELS = CHECKOUT / ".gpu-wheels"
@@ -69,6 +79,11 @@ def short_name(device: str) -> str:
 def results() -> Path:
     """Where the results of this machine's GPU are kept."""
     return CHECKOUT / "benchmarks" / "results" / short_name(torch.cuda.get_device_name())
+
+
+def read(file: Path) -> Any:
+    """The JSON of a file, or None where its part has not come so far."""
+    return json.loads(file.read_text()) if file.exists() else None
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -14,6 +14,7 @@ same script, one after the other: two of them do not fit on the device at once.
 import re
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,12 +108,12 @@ def fitting(device_bytes: int) -> Llama:
     raise ValueError(f"not one layer of {LLAMA.name} fits into {device_bytes / 2**30:.0f} GiB")
 
 
-def train(side: str, shape: Llama, folder: Path) -> dict[str, Any]:
+def train(side: str, flags: Sequence[str], shape: Llama, folder: Path) -> dict[str, Any]:
     """One side: step time, losses, peak memory, features; or `failed` with the end of its log."""
     log = folder / f"training-{side.replace(' ', '-')}.log"
     script = CHECKOUT / "examples" / "pretrain_gpt.py"
     try:
-        launch(script, [*shape.megatron_flags(), *SIDES[side]], log, ranks=1, threads=shape.threads)
+        launch(script, [*shape.megatron_flags(), *flags], log, ranks=1, threads=shape.threads)
     except LaunchError as error:
         return {"failed": str(error)[-2000:]}
     lines = log.read_text(errors="replace").splitlines()
@@ -135,11 +136,11 @@ def main() -> int:
         shape = fitting(torch.cuda.get_device_properties(0).total_memory)
     sides: dict[str, Any] = {}
     peak = PEAKS.get(setting.machine)
-    for side in SIDES:
+    for side, flags in SIDES.items():
         if setting.seconds_left < 0.2 * setting.seconds:
             sides[side] = {"failed": "no time left"}
             continue
-        sides[side] = made = train(side, shape, setting.folder)
+        sides[side] = made = train(side, flags, shape, setting.folder)
         if "ms" in made:
             rate = shape.flops_per_step / (made["ms"] * 1e-3)
             made["tokens_per_s"] = shape.micro_batches * shape.seq_length / (made["ms"] * 1e-3)

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from accel.parallel import overlapped_linear
 from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import memory, overlap
 from benchmarks.gpu.ops import optimizers
+from benchmarks.gpu.report import memory_table, overlap_table
 from benchmarks.gpu.setting import PEAKS, Setting, short_name
 from benchmarks.gpu.tests import PASSED
 from benchmarks.gpu.timing import Times, measure
@@ -120,6 +123,65 @@ def test_as_many_layers_as_fit():
     with pytest.raises(ValueError, match="not one layer"):
         fitting(8 << 30)
     assert set(PEAKS) >= {"h100", "h200"}
+
+
+def test_a_budget_of_half_of_stocks_activations():
+    shape = fitting(80 << 30)
+    kept = 18 * sum(shape.parameters)
+    assert memory.budget_of(shape, kept + (20 << 30)) == pytest.approx(kept / 2**30 + 10)
+    sides = {memory.STOCK: {"peak_bytes": kept + (20 << 30)}}
+    flags = memory.flags_of(memory.BUDGET, shape, sides)
+    assert flags[flags.index("--accel-memory-budget") + 1] == f"{kept / 2**30 + 10:.3f}"
+    assert flags[-2:] == ("--log-memory-interval", "1")
+
+
+def test_what_memory_costs_is_judged_by_time_losses_and_peak():
+    def side(ms, peak=10, losses=(1.0, 2.0)):
+        return {"ms": ms, "peak_bytes": peak << 30, "losses": list(losses)}
+
+    sides = {
+        "stock": side(200, 20),
+        "accel fast": side(100),
+        "recompute": side(103.9),
+        "swap": side(102),
+        "budget": side(105, losses=(1.0, 2.1)),
+        "host optimizer": {"failed": "no room\nfor it"},
+        "least": side(130, 9),
+    }
+    table = memory_table({"sides": sides}, rehearsal=False)
+    verdicts = {line.split(" | ")[0].strip("| "): line.rstrip("| ") for line in table[2:]}
+    assert verdicts["recompute"].endswith("the same | met")
+    assert verdicts["swap"].endswith("the same | missed")
+    assert verdicts["budget"].endswith("**others** | missed")
+    assert "failed: for it" in verdicts["host optimizer"]
+    assert verdicts["least"].endswith("met")
+    assert not [line for line in memory_table({"sides": sides}, True) if "met" in line]
+
+
+@pytest.mark.parametrize("case", overlap.TOYS, ids=lambda case: case.name)
+@pytest.mark.parametrize("chunks", [1, 3, 8])
+def test_the_host_is_the_other_rank(case, chunks, monkeypatch):
+    monkeypatch.setattr(overlapped_linear, "Transfer", overlap.Copies)
+    wire = overlap.Wire(case.sent, "cpu")
+    for _ in range(2):  # the second call begins with the first part again
+        assert overlap.check(case, wire, "cpu", chunks) is None
+    wire.coming = wire.coming.flip(0)
+    x, w = case.make("cpu")
+    y = case.ours(wire, chunks)(x, w)
+    wire.coming = wire.coming.flip(0)
+    assert not torch.allclose(y.float(), case.reference(x, w, wire), rtol=0.1, atol=0.1)
+
+
+def test_what_is_hidden():
+    assert overlap.hidden_share(ours=100, gemm=100, comm=50) == 1
+    assert overlap.hidden_share(ours=150, gemm=100, comm=50) == 0
+    us = {"gemm": 100.0, "comm": 100.0, "1 chunks": 200.0, "4 chunks": 110.0}
+    row = {"us": us, "best": "4 chunks", "bytes_per_s": 5e10, "hidden": 0.9}
+    rows = {"good": row, "bad": {**row, "hidden": 0.8}, "none": {"failed": "no room"}}
+    good, bad, none = overlap_table(rows, rehearsal=False)[2:]
+    assert good.endswith("| 90% | 90% | met |")
+    assert bad.endswith("| 80% | 90% | missed |")
+    assert "failed: no room" in none
 
 
 def doubled(**sides) -> Work:

@@ -1,0 +1,97 @@
+"""Part memory: what the memory features save and cost, on a Llama-3-8B-shaped GPT of two layers.
+
+The same training as part training, with 16 micro-batches a step, a side after the other:
+
+    stock            Megatron-LM's own
+    accel fast       what the sides below are compared with
+    recompute        activations and norms are computed again
+    swap             what attention saves goes to the host, where the copies hide
+    budget           as much device memory as stock takes with half of its activations
+    host optimizer   master and moments live in the host's memory
+    least            preset max with all of these but for the host optimizer
+
+Recomputation, swaps and the host's states change no number: their losses are those of accel fast, digit
+for digit. A side that is done is not done again.
+"""
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks.activation_memory import LEAST_FLAGS, SLOWER, SLOWER_IN_BUDGET
+from benchmarks.gpu.setting import Setting, read, write_json
+from benchmarks.gpu.training import (
+    BYTES_PER_PARAMETER,
+    LLAMA,
+    SIDES,
+    TOY,
+    Llama,
+    fitting,
+    train,
+)
+
+__all__ = ["BASE", "HALVED", "TARGETS"]
+
+BASE, STOCK, BUDGET, HALVED = "accel fast", "stock", "budget", "least"
+FAST = SIDES[BASE]
+FLAGS = {
+    STOCK: SIDES[STOCK],
+    BASE: FAST,
+    "recompute": (*FAST, "--accel-recompute-activation", "--accel-recompute-norm"),
+    "swap": (*FAST, "--accel-swap-attention"),
+    BUDGET: (*FAST, "--accel-memory-budget"),
+    "host optimizer": (*FAST, "--accel-host-optimizer", "all"),
+    HALVED: LEAST_FLAGS,
+}
+TARGETS = {"recompute": SLOWER, "swap": 1.01, BUDGET: SLOWER_IN_BUDGET, "host optimizer": 1.01}
+"""A step's time over that of `BASE`."""
+MICRO_BATCHES = 16
+GIB = 1 << 30
+
+
+def budget_of(shape: Llama, stock_peak: int) -> float:
+    """GiB: stock's peak less half of what it takes beside weights, gradients and optimizer."""
+    kept = BYTES_PER_PARAMETER * sum(shape.parameters)
+    return (kept + max(0, stock_peak - kept) / 2) / GIB
+
+
+def flags_of(side: str, shape: Llama, sides: dict[str, Any]) -> tuple[str, ...]:
+    flags = (*FLAGS[side], "--log-memory-interval", "1")
+    if side != BUDGET:
+        return flags
+    at = flags.index("--accel-memory-budget") + 1
+    budget = budget_of(shape, sides[STOCK]["peak_bytes"])
+    return (*flags[:at], f"{budget:.3f}", *flags[at:])
+
+
+def main() -> int:
+    setting = Setting.from_argv()
+    shape = TOY
+    if not setting.rehearse:
+        total = torch.cuda.get_device_properties(0).total_memory
+        layers = min(2, fitting(total).num_layers)
+        shape = replace(LLAMA, num_layers=layers, name=f"Llama 3 8B, {layers} layers")
+    shape = replace(shape, micro_batches=MICRO_BATCHES)
+    file = setting.folder / "memory.json"
+    sides: dict[str, Any] = (read(file) or {"sides": {}})["sides"]
+    for side in FLAGS:
+        if "ms" in sides.get(side, {}):
+            continue
+        if setting.seconds_left < 0.15 * setting.seconds:
+            sides[side] = {"failed": "no time left"}
+            continue
+        if side == BUDGET and "ms" not in sides[STOCK]:
+            sides[side] = {"failed": f"its budget is of {STOCK}, which failed"}
+            continue
+        flags = flags_of(side, shape, sides)
+        sides[side] = made = train(f"memory {side}", flags, shape, setting.folder)
+        made["flags"] = " ".join(flags)
+        print(side, {k: v for k, v in made.items() if k != "features"}, flush=True)
+        write_json(file, {"shape": shape.name, "sides": sides})
+    return 0 if all("ms" in made for made in sides.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
