@@ -29,8 +29,8 @@ _PROVIDER = "megatron.core.models.backends:LocalSpecProvider.layer_norm"
 
 def _made_by_others(context: Context) -> str | None:
     """Liger's patch of the local spec gives RMSNorms that never come to Megatron's own class."""
-    args = context.args
-    if args is None or args.normalization != "RMSNorm" or args.transformer_impl != "local":
+    wanted = {"normalization": "RMSNorm", "transformer_impl": "local"}
+    if any(getattr(context.args, name, None) != value for name, value in wanted.items()):
         return None
     other = replaced_by(_PROVIDER)
     return f"{other} has replaced {_PROVIDER} and makes the RMSNorms" if other else None

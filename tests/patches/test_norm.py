@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,3 +143,32 @@ class _Model(torch.nn.Module):
         super().__init__()
         self.norm = norm
         self.ddp_config = type("DDP", (), {"use_megatron_fsdp": False})()
+
+
+@pytest.mark.parametrize(
+    ("normalization", "impl", "idle"),
+    [
+        ("RMSNorm", "local", True),
+        ("RMSNorm", "inference_optimized", False),
+        ("LayerNorm", "local", False),
+    ],
+)
+def test_leaves_the_norms_that_another_librarys_spec_makes(
+    monkeypatch: pytest.MonkeyPatch, normalization: str, impl: str, idle: bool
+) -> None:
+    """Liger's replacement makes RMSNorms of its own in the local spec, and nothing else."""
+    from megatron.core.models import backends
+
+    from accel.feature import Context
+    from accel.patches.norm import FEATURE
+
+    others = types.ModuleType("somebody.patches")
+    exec("def layer_norm(self, rms_norm=False, for_qk=False): return 'theirs'", vars(others))
+    context = Context(
+        "cpu", "0.19.2", SimpleNamespace(normalization=normalization, transformer_impl=impl)
+    )
+    assert FEATURE.idle(context) is None
+    monkeypatch.setattr(backends.LocalSpecProvider, "layer_norm", others.layer_norm)
+    reason = FEATURE.idle(context)
+    assert (reason is not None) == idle
+    assert reason is None or reason.startswith("somebody.patches has replaced")
