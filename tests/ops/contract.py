@@ -57,16 +57,23 @@ class Inputs(NamedTuple):
         return self._replace(tensors=wide)
 
 
+def copied(x: Tensor) -> Tensor:
+    """A copy that lies in memory as `x` does: a clone of what is strided, expanded or begins within its
+    storage is dense and begins where an allocation starts."""
+    storage = x.untyped_storage().clone()
+    return x.new_empty(0).set_(storage, x.storage_offset(), x.shape, x.stride())
+
+
 def run(
     op: Callable[..., Any], inputs: Inputs, wanted: Sequence[int] | None = None, seed: int = 7
 ) -> tuple[list[Tensor], dict[int, Tensor]]:
     """The op's floating outputs, and the gradient of each wanted input (all, if None).
 
-    The inputs are cloned, layout kept, so an op may overwrite what it owns. The gradients flowing
+    The inputs are copied, layout kept, so an op may overwrite what it owns. The gradients flowing
     in are random, the same for every dtype.
     """
     wanted = inputs.differentiable() if wanted is None else wanted
-    leaves = [t if t is None else t.detach().clone() for t in inputs.tensors]
+    leaves = [t if t is None else copied(t.detach()) for t in inputs.tensors]
     for i in wanted:
         leaves[i].requires_grad_()
     # An op may write into an input: hand it something that is not a leaf.
