@@ -15,8 +15,8 @@ In place    With `inplace` the backward writes dx over x, so that no second [T, 
 Ranks       Each holds V / ranks consecutive tokens of the same rows. Two small all-reduces in the
             forward, of T and 2 T floats (3 T with smoothing); none in the backward.
 Order       CPU: every row is one thread's work, in an order that V alone fixes: any number of threads
-            gives the same bits. CUDA: fixed by T, V and the number of processors, which say into how
-            many parts rows are split.
+            gives the same bits. CUDA: fixed by T, V, the number of processors, which say into how
+            many parts rows are split, and in CUDA C++ by where x begins within 16 bytes.
 Limits      `unsupported_reason`. Non-contiguous x is copied first. A second derivative raises.
             Rows whose dloss is 0 get dx = 0 without a look at x.
 """

@@ -16,7 +16,15 @@ struct Call {
   int fault;
 };
 
-enum Fault { kNone, kBarrierMissing, kBarrierNotReached, kShuffleNotReached, kSharedNotWritten, kMisaligned };
+enum Fault {
+  kNone,
+  kBarrierMissing,
+  kBarrierNotReached,
+  kShuffleNotReached,
+  kSharedNotWritten,
+  kMisaligned,
+  kAssertionFails
+};
 
 // out[t] = t + the number of the thread across the block.
 __global__ void faulty(const Call call) {
@@ -27,6 +35,8 @@ __global__ void faulty(const Call call) {
   if (call.fault != kBarrierMissing) __syncthreads();
   if (call.fault == kShuffleNotReached && thread == 40) return;
   if (call.fault == kMisaligned) load<true>(call.out + 1, 4);
+  const bool thread_is_not_the_last = call.fault != kAssertionFails || thread < 63;
+  ACCEL_DEVICE_ASSERT(thread_is_not_the_last);
   const float zero = row_sum(0.0f, RowTeams{5}, 0);
   call.out[blockIdx.x * blockDim.x + thread] = sums[thread] + sums[blockDim.x - 1 - thread] + zero;
 }

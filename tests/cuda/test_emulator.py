@@ -19,6 +19,7 @@ FAULTS = {
     "shuffle": 3,
     "shared memory": 4,
     "misaligned": 5,
+    "assertion": 6,
 }
 
 
@@ -68,6 +69,12 @@ def test_what_some_threads_never_reach_is_an_error_and_the_next_kernel_runs(kern
 def test_16_bytes_that_begin_between_multiples_of_16_are_an_error(kernels):
     error, _ = run(kernels, "misaligned")
     assert "16 bytes that do not begin at a multiple of 16" in error
+    test_a_kernel_without_faults(kernels)
+
+
+def test_an_assertion_that_fails_is_an_error(kernels):
+    error, _ = run(kernels, "assertion")
+    assert "assertion failed: thread_is_not_the_last" in error
     test_a_kernel_without_faults(kernels)
 
 

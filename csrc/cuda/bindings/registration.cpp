@@ -42,6 +42,7 @@ void register_kernels() {
   static const bool done = [] {
     register_activation(library);
     register_add_rms_norm(library);
+    register_cross_entropy(library);
     register_rms_norm(library);
     register_rope(library);
     return true;

@@ -47,6 +47,7 @@ unsigned num_threads, arrived_at_barrier;
 alignas(64) char shared[4 * kSharedBytes];  // a kernel that takes too much is told at its end
 size_t shared_used;
 bool misaligned;
+const char* failed_assertion;
 std::map<const void*, size_t> shared_at;
 
 Fiber& current() { return *fibers[position.thread.x]; }
@@ -163,6 +164,8 @@ void check_aligned(const void* p) {
   misaligned = misaligned || reinterpret_cast<uintptr_t>(p) % 16 != 0;
 }
 
+void fail_assertion(const char* condition) { failed_assertion = condition; }
+
 void run(dim3 grid, unsigned block, const std::function<void()>& kernel) {
   if (block == 0 || block > 1024 || block % kWarp) {
     throw std::runtime_error("CUDA on CPU: blocks of " + std::to_string(block) + " threads");
@@ -179,6 +182,9 @@ void run(dim3 grid, unsigned block, const std::function<void()>& kernel) {
       position.block = dim3(x, y);
       run_block((x + y) % 2);
       if (std::exchange(misaligned, false)) fail("16 bytes that do not begin at a multiple of 16");
+      if (const char* condition = std::exchange(failed_assertion, nullptr)) {
+        fail(std::string("assertion failed: ") + condition);
+      }
       if (shared_used > kSharedBytes) fail("more than 48 KiB of shared memory");
     }
   }

@@ -49,6 +49,7 @@ void barrier();
 float exchange(float value, int from_lane);
 void* shared_memory(const void* key, size_t num_bytes);
 void check_aligned(const void* p);  // to 16 bytes
+void fail_assertion(const char* condition);
 
 }  // namespace accel::cuda::emulator
 

@@ -65,6 +65,17 @@ ACCEL_DEVICE T from_float(float v) {
   if constexpr (__is_same(T, __half)) return __float2half_rn(v);
 }
 
+// 2^v in one instruction, some 2^-22 off; 0 below 2^-126.
+ACCEL_DEVICE float fast_exp2(float v) {
+#ifdef __CUDACC__
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(v));
+  return power;
+#else
+  return exp2f(v);
+#endif
+}
+
 // v as a T would hold it.
 template <typename T>
 ACCEL_DEVICE float rounded(float v) {
@@ -128,6 +139,15 @@ ACCEL_DEVICE Pack<T> pack_of(const float (&v)[kPack<T>]) {
   }
   return pack;
 }
+
+// Ends the GPU's work with an error that the host sees when it next waits, NDEBUG or not.
+#ifdef __CUDACC__
+#define ACCEL_DEVICE_ASSERT(condition) \
+  if (!(condition)) __assert_fail(#condition, __FILE__, __LINE__, __func__)
+#else
+#define ACCEL_DEVICE_ASSERT(condition) \
+  if (!(condition)) emulator::fail_assertion(#condition)
+#endif
 
 // A GPU faults where 16 bytes do not begin at a multiple of 16; so does the emulator, which a CPU would not.
 ACCEL_DEVICE void check_aligned([[maybe_unused]] const void* p) {
@@ -217,23 +237,36 @@ struct RowTeams {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-struct WarpSums {
+struct WarpValues {
   float of_warp[2][kWarp];
 };
 
-// The sum over the threads of a row, the same bits in each of them. Every thread of the block calls it.
-// `turn` counts the calls of this block: sums of the turn before may still be being read.
-ACCEL_DEVICE float row_sum(float v, RowTeams teams, int turn) {
+// What combine(a, b) makes of the v of all threads of a row, the same bits in each of them; `neutral` changes
+// nothing. Every thread of the block calls it. `turn` counts the calls of this block: what they shared the
+// turn before may still be being read.
+template <typename Combine>
+ACCEL_DEVICE float reduce_row(float v, RowTeams teams, int turn, float neutral, Combine combine) {
   const int lanes = teams.threads() < kWarp ? teams.threads() : kWarp;
-  for (int offset = lanes / 2; offset; offset /= 2) v += __shfl_xor_sync(kAllLanes, v, offset);
+  for (int offset = lanes / 2; offset; offset /= 2) v = combine(v, __shfl_xor_sync(kAllLanes, v, offset));
   if (teams.threads() <= kWarp) return v;
-  float* sums = block_shared<WarpSums>().of_warp[turn % 2];
+  float* shared = block_shared<WarpValues>().of_warp[turn % 2];
   const int lane = threadIdx.x % kWarp;
-  if (lane == 0) sums[threadIdx.x / kWarp] = v;
+  if (lane == 0) shared[threadIdx.x / kWarp] = v;
   __syncthreads();
-  v = lane < teams.threads() / kWarp ? sums[lane] : 0.0f;
-  for (int offset = kWarp / 2; offset; offset /= 2) v += __shfl_xor_sync(kAllLanes, v, offset);
+  v = lane < teams.threads() / kWarp ? shared[lane] : neutral;
+  for (int offset = kWarp / 2; offset; offset /= 2) {
+    v = combine(v, __shfl_xor_sync(kAllLanes, v, offset));
+  }
   return v;
+}
+
+ACCEL_DEVICE float row_sum(float v, RowTeams teams, int turn) {
+  return reduce_row(v, teams, turn, 0.0f, [](float a, float b) { return a + b; });
+}
+
+// NaN counts for nothing.
+ACCEL_DEVICE float row_max(float v, RowTeams teams, int turn) {
+  return reduce_row(v, teams, turn, -INFINITY, [](float a, float b) { return fmaxf(a, b); });
 }
 
 // kernel_for.operator()<T>() for a dtype known at run time.

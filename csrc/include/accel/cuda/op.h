@@ -56,6 +56,7 @@ class OnDeviceOf {
 // Each op's kernels, for the dispatch key of `library`.
 void register_activation(torch::Library& library);
 void register_add_rms_norm(torch::Library& library);
+void register_cross_entropy(torch::Library& library);
 void register_rms_norm(torch::Library& library);
 void register_rope(torch::Library& library);
 
