@@ -7,6 +7,7 @@ one that fails or hangs hides no other:
     tests      the ops' contracts on the GPU: tests/triton, tests/cuda
     ceilings   what the device does at best: a large copy, a large matrix product
     ops        every op beside its peers
+    triton_ops Triton's kernels of the ops that have others in CUDA C++
     overlap    transfers of tensor parallelism under the products, the host as the other rank
     training   a Llama-3-8B-shaped GPT: stock Megatron-LM, presets fast and max
     memory     the same with less memory: recomputation, swaps, a budget, the host's optimizer

@@ -35,6 +35,7 @@ PARTS = (
     Part("tests", 180, ("tests.json", "tests.passed")),
     Part("ceilings", 30, ("ceilings.json",)),
     Part("ops", 180, ("ops.jsonl",)),
+    Part("triton_ops", 60, ("triton_ops.jsonl",)),
     Part("overlap", 40, ("overlap.json",)),
     Part("training", 200, ("training.json",)),
     Part("memory", 280, ("memory.json",)),

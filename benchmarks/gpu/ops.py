@@ -23,8 +23,9 @@ Not swept: fp16, other heads' widths than 128.
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -438,15 +439,24 @@ def small(toy: bool) -> Iterator[Work]:
 GROUPS = (norms, activations, ropes, losses, optimizers, attentions, experts, small)
 
 
-def main() -> int:
-    setting = Setting.from_argv()
+def works(toy: bool) -> Iterator[Work]:
+    for group in GROUPS:
+        yield from group(toy)
+
+
+def sweep(
+    setting: Setting, works: Iterator[Work], lines: Path, timed: Collection[str] | None = None
+) -> int:
+    """Measure what is not in `lines` yet, a line for each work; of the sides, those in `timed` or all.
+
+    Returns the part's exit code.
+    """
     torch.manual_seed(1)
     ceilings_file = setting.folder / "ceilings.json"
     if not ceilings_file.exists():
         print("no ceilings.json: part ceilings comes first")
         return 1
     limits = json.loads(ceilings_file.read_text())
-    lines = setting.folder / "ops.jsonl"
     rows = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
     done = {(row["op"], row["mode"], row["shape"]) for row in rows}
     stream = None if setting.rehearse else on_stream()
@@ -455,14 +465,14 @@ def main() -> int:
         _launchers.register(_triton.PACKAGE, interpreted, "CPU", override=True)
     failed = False
     with torch.cuda.stream(stream):
-        for work in (work for group in GROUPS for work in group(setting.rehearse)):
+        for work in works:
             if (work.op, work.mode, work.shape) in done:
                 continue
             if setting.seconds_left < RESERVE_SECONDS:
                 print(f"no time left for {work.name} and what follows; run the command again")
                 return 1
             try:
-                results = run(work, setting.device, stream)
+                results = run(work, setting.device, stream, timed)
             except Exception as error:
                 print(f"{work.name}: {type(error).__name__}: {error}", flush=True)
                 failed = True
@@ -475,6 +485,11 @@ def main() -> int:
             if not setting.rehearse:
                 torch.cuda.empty_cache()
     return 1 if failed else 0
+
+
+def main() -> int:
+    setting = Setting.from_argv()
+    return sweep(setting, works(setting.rehearse), setting.folder / "ops.jsonl")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import platform
 import sys
+from pathlib import Path
 
 import torch
 
@@ -24,6 +25,21 @@ def versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             found[name] = None
     return found
+
+
+def with_triton(rows: list[dict], triton_rows: list[dict]) -> list[dict]:
+    """Rows of part ops, with what part triton_ops found as one more side."""
+    found = {(row["op"], row["mode"], row["shape"]): row["sides"] for row in triton_rows}
+    merged = []
+    for row in rows:
+        sides = found.get((row["op"], row["mode"], row["shape"]), {})
+        more = {"accel in Triton": sides["accel"]} if "accel" in sides else {}
+        merged.append({**row, "sides": {**row["sides"], **more}})
+    return merged
+
+
+def lines_of(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def verdict(row: dict, rehearsal: bool) -> str:
@@ -156,8 +172,7 @@ def main() -> int:
     state, ceilings = read(folder / "state.json"), read(folder / "ceilings.json")
     tests, training = read(folder / "tests.json"), read(folder / "training.json")
     memory, overlap = read(folder / "memory.json"), read(folder / "overlap.json")
-    file = folder / "ops.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    rows = with_triton(lines_of(folder / "ops.jsonl"), lines_of(folder / "triton_ops.jsonl"))
     results = {
         "commit": commit(),
         "rehearsal": setting.rehearse,

@@ -3,7 +3,7 @@
 A side that cannot be imported, is wrong or fails is reported in words; it hides no other.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -157,18 +157,26 @@ def _num_sets(work: Work, device: str, arguments: tuple) -> int:
     return max(1, min(64, -(-ROTATED_BYTES // max(num_bytes, 1))))
 
 
-def run(work: Work, device: str, stream: Any) -> dict[str, Any]:
-    """Check every side, then time those that are right. Side -> `Times`, or why there are none."""
-    told: dict[str, Any] = {side: f for side, f in work.sides.items() if isinstance(f, str)}
-    sides = {side: f for side, f in work.sides.items() if not isinstance(f, str)}
-    if work.compiled and EAGER in sides and device != "cpu":
+def run(
+    work: Work, device: str, stream: Any, timed: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Check every side, then time those that are right. Side -> `Times`, or why there are none.
+
+    With `timed`, of those alone; eager PyTorch still says what is right.
+    """
+    asked = set(work.sides) if timed is None else {*timed, EAGER} & set(work.sides)
+    told: dict[str, Any] = {
+        s: f for s, f in work.sides.items() if s in asked and isinstance(f, str)
+    }
+    sides = {side: f for side, f in work.sides.items() if side in asked and not isinstance(f, str)}
+    if timed is None and work.compiled and EAGER in sides and device != "cpu":
         sides["torch.compile"] = torch.compile(sides[EAGER], dynamic=False)
     wrong = check(work, device, sides)
     told |= wrong
     calls: dict[str, Callable] = {}
     sets: dict[str, Sequence[tuple]] = {}
     for side, function in sides.items():
-        if side in wrong:
+        if side in wrong or (timed is not None and side not in timed):
             continue
         first = work.make(device)
         inputs = [first, *(work.make(device) for _ in range(_num_sets(work, device, first) - 1))]
@@ -176,7 +184,8 @@ def run(work: Work, device: str, stream: Any) -> dict[str, Any]:
         calls[side], sets[side] = made[0][0], [arguments for _, arguments in made]
         del inputs, made
     measured = measure(calls, sets, stream)
-    return {side: measured.get(side, told.get(side)) for side in (*work.sides, *measured)}
+    found = {**told, **measured}
+    return {side: found[side] for side in (*work.sides, *measured) if side in found}
 
 
 def as_row(

@@ -13,11 +13,12 @@ from accel.parallel import overlapped_linear
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import memory, overlap
 from benchmarks.gpu.ops import optimizers
-from benchmarks.gpu.report import memory_table, overlap_table
+from benchmarks.gpu.report import memory_table, overlap_table, with_triton
 from benchmarks.gpu.setting import PEAKS, Setting, short_name
 from benchmarks.gpu.tests import PASSED
 from benchmarks.gpu.timing import Times, measure
 from benchmarks.gpu.training import LLAMA, fitting
+from benchmarks.gpu.triton_ops import has_both
 from benchmarks.gpu.work import EAGER, OURS, Work, as_row, check, run
 
 LIMITS = {"copy_bytes_per_s": 1e12, "gemm_flops_per_s": 1e12}
@@ -216,6 +217,25 @@ def test_a_wrong_or_absent_side_is_told_and_hides_no_other():
     assert "absent" in row["sides"]["accel"]
     assert row["limit_us"] == pytest.approx(1e6 * 256 / 1e12)
     assert row["target_us"] == results[EAGER].best
+
+
+def test_one_side_alone_is_timed_and_eager_says_whether_it_is_right():
+    sides = {"accel": lambda x: x * 2, "eager": lambda x: x * 2, "liger": lambda x: 1 / 0}
+    assert set(run(doubled(**sides), "cpu", None, timed=[OURS])) == {OURS}
+    wrong = run(doubled(**{**sides, "accel": lambda x: x * 2.1}), "cpu", None, timed=[OURS])
+    assert "wrong: relative errors" in wrong[OURS]
+
+
+def test_tritons_kernels_are_a_peer_where_there_are_others():
+    assert has_both("rms_norm")
+    assert has_both("swiglu")
+    assert not has_both("attention")
+    ours, other = {"us": 1.0}, {"us": 2.0}
+    row = {"op": "rope", "mode": "forward", "shape": "2 x 8", "sides": {"accel": ours}}
+    by_triton = [{**row, "sides": {"accel": other}}, {**row, "mode": "backward"}]
+    (merged,) = with_triton([row], by_triton)
+    assert merged == {**row, "sides": {"accel": ours, "accel in Triton": other}}
+    assert with_triton([row], []) == [row]
 
 
 def test_nan_is_wrong():
