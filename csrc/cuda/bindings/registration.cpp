@@ -41,6 +41,7 @@ void register_kernels() {
 #endif
   static const bool done = [] {
     register_activation(library);
+    register_adamw(library);
     register_add_rms_norm(library);
     register_cross_entropy(library);
     register_rms_norm(library);

@@ -46,8 +46,9 @@ const std::function<void()>* body;
 unsigned num_threads, arrived_at_barrier;
 alignas(64) char shared[4 * kSharedBytes];  // a kernel that takes too much is told at its end
 size_t shared_used;
-bool misaligned;
+size_t misaligned;  // bytes that were read or written at once, or 0
 const char* failed_assertion;
+unsigned num_launches;
 std::map<const void*, size_t> shared_at;
 
 Fiber& current() { return *fibers[position.thread.x]; }
@@ -160,8 +161,8 @@ void* shared_memory(const void* key, size_t num_bytes) {
 }
 
 // Told when the block is over: an exception cannot leave a fiber.
-void check_aligned(const void* p) {
-  misaligned = misaligned || reinterpret_cast<uintptr_t>(p) % 16 != 0;
+void check_aligned(const void* p, size_t num_bytes) {
+  if (reinterpret_cast<uintptr_t>(p) % num_bytes) misaligned = num_bytes;
 }
 
 void fail_assertion(const char* condition) { failed_assertion = condition; }
@@ -177,11 +178,14 @@ void run(dim3 grid, unsigned block, const std::function<void()>& kernel) {
   num_threads = block;
   position.block_size = dim3(block);
   position.grid_size = grid;
+  ++num_launches;
   for (unsigned y = 0; y < grid.y; ++y) {
     for (unsigned x = 0; x < grid.x; ++x) {
       position.block = dim3(x, y);
-      run_block((x + y) % 2);
-      if (std::exchange(misaligned, false)) fail("16 bytes that do not begin at a multiple of 16");
+      run_block((x + y + num_launches) % 2);
+      if (const auto bytes = std::to_string(std::exchange(misaligned, 0)); bytes != "0") {
+        fail(bytes + " bytes that do not begin at a multiple of " + bytes);
+      }
       if (const char* condition = std::exchange(failed_assertion, nullptr)) {
         fail(std::string("assertion failed: ") + condition);
       }

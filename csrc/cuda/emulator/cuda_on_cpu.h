@@ -2,9 +2,9 @@
 //
 // One block runs after the other. Its threads are fibers that take turns at barriers and shuffles, each
 // warp as far ahead of the others as it comes: the first warp in even blocks and the last one in odd
-// ones, so that a missing barrier shows. Shared memory is full of NaN when a block starts. A barrier or
-// shuffle that some thread of the block or warp never reaches is an error. What lies around tensors is
-// watched by guarded_memory.cpp.
+// ones, the other way round in every other launch, so that a missing barrier shows. Shared memory is full
+// of NaN when a block starts. A barrier or shuffle that some thread of the block or warp never reaches is
+// an error. What lies around tensors is watched by guarded_memory.cpp.
 #pragma once
 
 #include <cmath>
@@ -48,7 +48,7 @@ void run(dim3 grid, unsigned block, const std::function<void()>& kernel);
 void barrier();
 float exchange(float value, int from_lane);
 void* shared_memory(const void* key, size_t num_bytes);
-void check_aligned(const void* p);  // to 16 bytes
+void check_aligned(const void* p, size_t num_bytes);  // that begin there, at a multiple of their number
 void fail_assertion(const char* condition);
 
 }  // namespace accel::cuda::emulator

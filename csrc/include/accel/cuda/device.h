@@ -3,6 +3,7 @@
 // csrc/cuda/emulator, where tests run them on the CPU.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -149,10 +150,12 @@ ACCEL_DEVICE Pack<T> pack_of(const float (&v)[kPack<T>]) {
   if (!(condition)) emulator::fail_assertion(#condition)
 #endif
 
-// A GPU faults where 16 bytes do not begin at a multiple of 16; so does the emulator, which a CPU would not.
-ACCEL_DEVICE void check_aligned([[maybe_unused]] const void* p) {
+// A GPU faults where 16 bytes do not begin at a multiple of 16, or 8 at one of 8; so does the emulator, which a
+// CPU would not.
+ACCEL_DEVICE void check_aligned(
+    [[maybe_unused]] const void* p, [[maybe_unused]] size_t num_bytes = kPackBytes) {
 #ifndef __CUDACC__
-  emulator::check_aligned(p);
+  emulator::check_aligned(p, num_bytes);
 #endif
 }
 

@@ -11,6 +11,7 @@
 
 #ifndef ACCEL_CUDA_ON_CPU
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
@@ -30,6 +31,7 @@ struct OnDeviceOf {
   explicit OnDeviceOf(const at::Tensor&) {}
   // Few, since each block costs much here, and odd, so that rows do not divide by it.
   Queue queue() const { return {nullptr, 3}; }
+  bool is_capturing() const { return false; }
   void check_launch() const {}  // the emulator throws
 };
 
@@ -45,6 +47,10 @@ class OnDeviceOf {
     const c10::DeviceIndex device = guard_.current_device().index();
     return {c10::cuda::getCurrentCUDAStream(device).stream(), num_processors(device)};
   }
+  // Whether a CUDA graph records what is launched.
+  bool is_capturing() const {
+    return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  }
   void check_launch() const { C10_CUDA_KERNEL_LAUNCH_CHECK(); }
 
  private:
@@ -55,6 +61,7 @@ class OnDeviceOf {
 
 // Each op's kernels, for the dispatch key of `library`.
 void register_activation(torch::Library& library);
+void register_adamw(torch::Library& library);
 void register_add_rms_norm(torch::Library& library);
 void register_cross_entropy(torch::Library& library);
 void register_rms_norm(torch::Library& library);
