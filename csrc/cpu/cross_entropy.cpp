@@ -115,8 +115,9 @@ ACCEL_INLINE Vec exp2_polynomial(Vec f) {
   }
 }
 
-// e^(x - highest) for x <= highest, but for a common factor; NaN for NaN. As 2^floor(t) 2^(t - floor(t) - 1/2)
-// with t = x log2(e) + (1/2 - highest log2(e)): AVX-512 takes the floors, and -inf needs no care.
+// e^(x - highest) for x <= highest, but for a common factor; NaN for NaN. Of
+// t = x log2(e) + (1/2 - highest log2(e)) it is 2^floor(t) 2^(t - floor(t) - 1/2): AVX-512 takes the
+// floors, and -inf needs no care.
 class ExpBelow {
  public:
   explicit ExpBelow(float highest)

@@ -14,8 +14,8 @@ constexpr int kBlocksPerProcessor = 8;
 // The same where dbias is summed: what each sums is written and read once more.
 constexpr int kBlocksPerProcessorWithBias = 2;
 
-// e^-v and division as exact as fp32 is for fp32 results. For 16 bits e^-v may be some 2^-18 off, and v sigmoid(v) is
-// 0 below -87, where it is 1e-36.
+// e^-v and division as exact as fp32 is for fp32 results. For 16 bits e^-v may be some 2^-18 off, and
+// v sigmoid(v) is 0 below -87, where it is 1e-36.
 template <typename T>
 ACCEL_DEVICE float sigmoid(float v) {
   if constexpr (sizeof(T) == 4) return 1.0f / (1.0f + expf(-v));

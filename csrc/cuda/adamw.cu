@@ -126,8 +126,8 @@ struct Step {
     return all;
   }
 
-  // The block's next elements. The order of operations is torch.optim.Adam's; fused by hand, so that it is the
-  // same bits wherever an element lies.
+  // The block's next elements. The order of operations is torch.optim.Adam's; fused by hand, so that it is
+  // the same bits wherever an element lies.
   template <bool kWhole>
   ACCEL_DEVICE void turn(const Adamw& op, int64_t at, int count) const {
     auto w_four = load_four<kWhole>(weight + at, count);

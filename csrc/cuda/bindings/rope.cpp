@@ -22,7 +22,8 @@ void check_tables(
       (cos.size(2) == rotary_dim || 2 * cos.size(2) == rotary_dim);
   ACCEL_CHECK_VALUE(fits, "rope: cos and sin must be contiguous fp32 [rows, 1 or B, rotary_dim (",
                     rotary_dim, ") or half of it] on ", x.device(), ", got ", cos.scalar_type(),
-                    cos.sizes(), " and ", sin.scalar_type(), sin.sizes(), " on ", cos.device(), " for x ", x.sizes());
+                    cos.sizes(), " and ", sin.scalar_type(), sin.sizes(), " on ", cos.device(), " for x ",
+                    x.sizes());
   ACCEL_CHECK_VALUE(packed || cos.size(0) >= x.size(0), "rope: freqs must have a row for each of ",
                     x.size(0), " positions, got ", cos.size(0));
 }

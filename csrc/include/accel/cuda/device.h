@@ -150,8 +150,8 @@ ACCEL_DEVICE Pack<T> pack_of(const float (&v)[kPack<T>]) {
   if (!(condition)) emulator::fail_assertion(#condition)
 #endif
 
-// A GPU faults where 16 bytes do not begin at a multiple of 16, or 8 at one of 8; so does the emulator, which a
-// CPU would not.
+// A GPU faults where 16 bytes do not begin at a multiple of 16, or 8 at one of 8; so does the emulator,
+// which a CPU would not.
 ACCEL_DEVICE void check_aligned(
     [[maybe_unused]] const void* p, [[maybe_unused]] size_t num_bytes = kPackBytes) {
 #ifndef __CUDACC__
