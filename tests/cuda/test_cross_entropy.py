@@ -88,10 +88,7 @@ class TestCrossEntropy(OnCuda, test_cross_entropy.TestCrossEntropy):
             torch.testing.assert_close(got, torch.autograd.grad(reduce(want), x)[0])
 
     def test_two_launches_for_a_pass(self):
-        assert kernels_called(lambda: run(self.op, self.inputs(torch.bfloat16))) == [
-            "cross_entropy_stats",
-            "cross_entropy_bwd",
-        ]
+        assert len(kernels_called(lambda: run(self.op, self.inputs(torch.bfloat16)))) == 2
 
 
 @needs_kernels
