@@ -68,6 +68,20 @@ class TestAdamw(OpContract):
         tensors = tensors_for([(300, 333), (5,), (16384,), (1,), (70001,)], torch.bfloat16)
         return Inputs(tensors, dict(HYPER), constants=range(len(tensors)))
 
+    def magnitudes(self, inputs: Inputs) -> dict[str, float]:
+        """A weight, an average and an fp32 copy are differences of what was there and its change."""
+        wide = inputs.to_fp64()
+        count = len(wide.tensors) // 5
+        before, after = wide.tensors[count:], self.ref(*wide.tensors, **wide.options)
+        largest = {
+            i: float(before[i].abs().max() + (after[i] - before[i]).abs().max())
+            for i in range(2 * count)
+            if before[i].numel()
+        }
+        if inputs.tensors[0].dtype == torch.float32 and len(after) > 4 * count:
+            largest |= {4 * count + i: largest[i] for i in range(count) if i in largest}
+        return {f"output {i}": magnitude for i, magnitude in largest.items()}
+
     def opchecks(self):
         w, g, m, v = ([torch.rand(n) for n in (5, 40)] for _ in range(4))
         steps = [torch.tensor(1.0), torch.tensor(1.0)]
