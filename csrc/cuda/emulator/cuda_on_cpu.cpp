@@ -1,5 +1,6 @@
 #include "emulator/cuda_on_cpu.h"
 
+#include <bit>
 #include <csetjmp>
 #include <map>
 #include <memory>
@@ -33,7 +34,7 @@ struct Fiber {
 };
 
 struct Warp {
-  float posted[2][kWarp];
+  uint32_t posted[2][kWarp];
   int turn = 0;
   int arrived = 0;
 };
@@ -138,11 +139,11 @@ void barrier() {
   for (unsigned i = 0; i < num_threads; ++i) fibers[i]->state = State::ready;
 }
 
-float exchange(float value, int from_lane) {
+uint32_t exchange(uint32_t word, int from_lane) {
   const unsigned thread = position.thread.x, first = thread / kWarp * kWarp;
   Warp& warp = warps[thread / kWarp];
   const int turn = warp.turn;
-  warp.posted[turn][thread % kWarp] = value;
+  warp.posted[turn][thread % kWarp] = word;
   if (++warp.arrived < kWarp) {
     current().state = State::at_exchange;
     to_scheduler();
@@ -182,7 +183,7 @@ void run(dim3 grid, unsigned block, const std::function<void()>& kernel) {
   for (unsigned y = 0; y < grid.y; ++y) {
     for (unsigned x = 0; x < grid.x; ++x) {
       position.block = dim3(x, y);
-      run_block((x + y + num_launches) % 2);
+      run_block((x + y + std::popcount(num_launches)) % 2);
       if (const auto bytes = std::to_string(std::exchange(misaligned, 0)); bytes != "0") {
         fail(bytes + " bytes that do not begin at a multiple of " + bytes);
       }

@@ -1,12 +1,15 @@
 // As much of CUDA as the kernels of csrc/cuda use, on a CPU: for tests, where there is no GPU.
 //
 // One block runs after the other. Its threads are fibers that take turns at barriers and shuffles, each
-// warp as far ahead of the others as it comes: the first warp in even blocks and the last one in odd
-// ones, the other way round in every other launch, so that a missing barrier shows. Shared memory is full
-// of NaN when a block starts. A barrier or shuffle that some thread of the block or warp never reaches is
+// warp as far ahead of the others as it comes: the first warp in every other block and the last one in
+// those between, the other way round in half of the launches (the Thue-Morse sequence: an op that launches
+// any number of kernels sees both), so that a missing barrier shows. Shared memory is full of NaN when a
+// block starts. A barrier or shuffle that some thread of the block or warp never reaches is
 // an error. What lies around tensors is watched by guarded_memory.cpp.
 #pragma once
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -46,7 +49,7 @@ extern Position position;  // of the thread that runs
 
 void run(dim3 grid, unsigned block, const std::function<void()>& kernel);
 void barrier();
-float exchange(float value, int from_lane);
+uint32_t exchange(uint32_t word, int from_lane);  // between the lanes of a warp
 void* shared_memory(const void* key, size_t num_bytes);
 void check_aligned(const void* p, size_t num_bytes);  // that begin there, at a multiple of their number
 void fail_assertion(const char* condition);
@@ -60,8 +63,47 @@ void fail_assertion(const char* condition);
 
 inline void __syncthreads() { accel::cuda::emulator::barrier(); }
 
-inline float __shfl_xor_sync(unsigned, float value, int mask) {
-  return accel::cuda::emulator::exchange(value, static_cast<int>(threadIdx.x % 32) ^ mask);
+template <typename V>
+V __shfl_sync(unsigned, V value, int from_lane) {
+  static_assert(sizeof(V) == sizeof(uint32_t));
+  uint32_t word;
+  std::memcpy(&word, &value, sizeof(word));
+  word = accel::cuda::emulator::exchange(word, from_lane);
+  std::memcpy(&value, &word, sizeof(word));
+  return value;
+}
+
+template <typename V>
+V __shfl_xor_sync(unsigned lanes, V value, int mask) {
+  return __shfl_sync(lanes, value, static_cast<int>(threadIdx.x % 32) ^ mask);
+}
+
+template <typename V>
+V __shfl_up_sync(unsigned lanes, V value, int offset) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  return __shfl_sync(lanes, value, lane < offset ? lane : lane - offset);
+}
+
+inline int __reduce_min_sync(unsigned lanes, int value) {
+  for (int mask = 16; mask; mask /= 2) value = std::min(value, __shfl_xor_sync(lanes, value, mask));
+  return value;
+}
+
+inline unsigned __ballot_sync(unsigned lanes, bool vote) {
+  unsigned votes = vote ? 1u << threadIdx.x % 32 : 0u;
+  for (int mask = 16; mask; mask /= 2) votes |= __shfl_xor_sync(lanes, votes, mask);
+  return votes;
+}
+
+inline void __syncwarp() { __shfl_sync(~0u, 0, 0); }
+
+inline int __popc(unsigned v) { return std::popcount(v); }
+
+// Threads take turns only where they wait.
+inline int atomicAdd(int* at, int value) {
+  const int before = *at;
+  *at += value;
+  return before;
 }
 
 inline float __bfloat162float(__nv_bfloat16 v) {

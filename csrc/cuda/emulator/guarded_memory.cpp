@@ -1,10 +1,9 @@
 // While it watches, every CPU tensor is allocated full of NaN, between two zones of NaN that are looked at
 // when it is freed: what a kernel leaves unwritten or reads from beside a tensor shows in its results, and
-// what it writes beside one is counted.
+// what it writes beside one is counted. As integers, these NaNs are large and positive.
 
 #include <atomic>
 #include <cstdlib>
-#include <cstring>
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -14,7 +13,7 @@ namespace accel::cuda {
 namespace {
 
 constexpr size_t kZone = 256;  // bytes
-constexpr unsigned char kPoison = 0xff;  // a NaN in every floating dtype
+constexpr uint16_t kPoison = 0x7fff;  // again and again, a NaN in every floating dtype
 
 std::atomic<int64_t> damaged{0};
 
@@ -23,16 +22,23 @@ struct Block {
   unsigned char* data() { return reinterpret_cast<unsigned char*>(this) + 2 * kZone; }
 };
 
-bool poisoned(const unsigned char* zone) {
+void poison(unsigned char* memory, size_t num_bytes) {
+  for (size_t i = 0; i < num_bytes; ++i) memory[i] = static_cast<unsigned char>(kPoison >> i % 2 * 8);
+}
+
+// A zone behind an odd number of bytes begins amid a word.
+bool poisoned(const unsigned char* zone, size_t first = 0) {
   for (size_t i = 0; i < kZone; ++i) {
-    if (zone[i] != kPoison) return false;
+    if (zone[i] != static_cast<unsigned char>(kPoison >> (first + i) % 2 * 8)) return false;
   }
   return true;
 }
 
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
-  if (!poisoned(block->data() - kZone) || !poisoned(block->data() + block->num_bytes)) ++damaged;
+  if (!poisoned(block->data() - kZone) || !poisoned(block->data() + block->num_bytes, block->num_bytes)) {
+    ++damaged;
+  }
   std::free(block);
 }
 
@@ -42,7 +48,7 @@ struct GuardedAllocator final : c10::Allocator {
     TORCH_CHECK(memory, "guarded memory: no ", num_bytes, " bytes");
     auto* block = static_cast<Block*>(memory);
     block->num_bytes = num_bytes;
-    std::memset(block->data() - kZone, kPoison, num_bytes + 2 * kZone);
+    poison(block->data() - kZone, num_bytes + 2 * kZone);
     return {block->data(), block, &release, c10::Device(c10::DeviceType::CPU)};
   }
   void copy_data(void* to, const void* from, size_t num_bytes) const override {
