@@ -1,17 +1,11 @@
 #include "rms_norm.h"
 
-#include <algorithm>
-
 #include "rms_norm_rows.h"
 
 namespace accel::cuda {
 
 int64_t rms_norm_programs(int64_t num_rows, int64_t num_cols, Dtype dtype, int num_processors) {
-  const RowBlock block(num_cols, dtype, kPacks, kMaxThreadsBackward);
-  // 512 threads with 110 registers each are what a processor holds at once.
-  const int64_t most = std::clamp<int64_t>(512 / block.threads_per_block, 1, 4) * num_processors;
-  const int64_t groups = ceil_div(num_rows, block.rows_per_block);
-  return std::min(groups, std::clamp<int64_t>(ceil_div(groups, kMinRows), num_processors, most));
+  return norm_programs(RowBlock(num_cols, dtype, kPacks, kMaxThreadsBackward), num_rows, num_processors);
 }
 
 void rms_norm_forward(const RmsNormForward& op, Queue queue) {

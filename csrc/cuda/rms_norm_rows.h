@@ -6,7 +6,7 @@
 // second time from a cache. Backward, P programs take rows in turn and sum dweight over theirs.
 #pragma once
 
-#include "accel/cuda/device.h"
+#include "norm_rows.h"
 #include "rms_norm.h"
 #include "sum_partials.h"
 
@@ -16,38 +16,6 @@ namespace {
 // Of a row, in registers, in each thread. Backward there are x, dy (and dtotal) at once, and dweight in
 // fp32: 4 packs take some 110 registers, of which a block of 512 threads may have 128 each.
 constexpr int kPacks = 4;
-constexpr int kMaxThreads = 1024;
-constexpr int kMaxThreadsBackward = 512;
-// Rows that a program has at least, where there are enough for all processors: its sum of dweight, written
-// and read once as fp32, is then below a tenth of what it moves.
-constexpr int kMinRows = 8;
-
-struct NormRows {
-  int64_t num_rows, num_cols;
-  RowTeams teams;
-
-  // The columns at which this thread's packs begin.
-  template <typename T>
-  ACCEL_DEVICE int64_t first() const {
-    return int64_t{teams.lane()} * kPack<T>;
-  }
-  template <typename T>
-  ACCEL_DEVICE int64_t step() const {
-    return int64_t{teams.threads()} * kPack<T>;
-  }
-  template <typename T>
-  ACCEL_DEVICE int64_t col(int k) const {
-    return first<T>() + k * step<T>();
-  }
-};
-
-template <typename T, bool kWhole>
-ACCEL_DEVICE void load_scale(const void* weight, bool weight_is_float, float offset, int64_t col,
-                             int64_t count, float (&scale)[kPack<T>]) {
-  load_columns<kWhole, T>(weight, weight_is_float, col, count, scale);
-#pragma unroll
-  for (int i = 0; i < kPack<T>; ++i) scale[i] += offset;
-}
 
 struct ForwardCall {
   RmsNormForward op;
@@ -188,12 +156,6 @@ ACCEL_DEVICE void write_dx(const RmsNormBackward& op, const Pack<T>& x, const Pa
   store<kWhole>(static_cast<T*>(op.dx) + at, pack_of<T>(dx), count);
 }
 
-// What the warps of a block with several rows to a warp have summed.
-template <typename T>
-struct WarpDweights {
-  float of_warp[4][kWarp * kPacks * kPack<T>];
-};
-
 template <typename T, bool kAdd, bool kWhole>
 __global__ void __launch_bounds__(kMaxThreadsBackward)
     rms_norm_backward_whole_rows(const BackwardCall call) {
@@ -238,36 +200,7 @@ __global__ void __launch_bounds__(kMaxThreadsBackward)
                                 mean, dweight[k]);
     }
   }
-  float* partial = op.dweight_PN + blockIdx.x * rows.num_cols;
-  if (teams.teams_per_block() == 1) {
-#pragma unroll
-    for (int k = 0; k < kPacks; ++k) {
-      const int64_t col = rows.template col<T>(k);
-#pragma unroll
-      for (int i = 0; i < kPack<T>; ++i) {
-        if (col + i < rows.num_cols) partial[col + i] = dweight[k][i];
-      }
-    }
-    return;
-  }
-  auto& of_warp = block_shared<WarpDweights<T>>().of_warp;
-  const int warp = threadIdx.x / kWarp;
-#pragma unroll
-  for (int k = 0; k < kPacks; ++k) {
-    const int64_t col = rows.template col<T>(k);
-#pragma unroll
-    for (int i = 0; i < kPack<T>; ++i) {
-      float sum = dweight[k][i];
-      for (int offset = teams.threads(); offset < kWarp; offset *= 2) {
-        sum += __shfl_xor_sync(kAllLanes, sum, offset);
-      }
-      if (threadIdx.x % kWarp < teams.threads()) of_warp[warp][col + i] = sum;
-    }
-  }
-  __syncthreads();
-  for (int64_t col = threadIdx.x; col < rows.num_cols; col += blockDim.x) {
-    partial[col] = (of_warp[0][col] + of_warp[1][col]) + (of_warp[2][col] + of_warp[3][col]);
-  }
+  store_partial<T>(rows, dweight, op.dweight_PN + blockIdx.x * rows.num_cols);
 }
 
 // One row at a time. dweight is summed in memory, where each column is one thread's own.
@@ -311,14 +244,10 @@ __global__ void __launch_bounds__(kMaxThreadsBackward, 1)
   }
 }
 
-bool fits(const RowBlock& block, int64_t num_cols, Dtype dtype) {
-  return (int64_t{kPacks} << block.log2_threads) * kPackBytes >= num_cols * size_of(dtype);
-}
-
 template <bool kAdd, bool kWhole>
 void launch_forward(const RmsNormForward& op, Queue queue) {
   const RowBlock block(op.num_cols, op.dtype, kPacks, kMaxThreads);
-  const bool whole = fits(block, op.num_cols, op.dtype);
+  const bool whole = fits(block, kPacks, op.num_cols, op.dtype);
   auto* kernel = for_dtype(op.dtype, [&]<typename T> {
     return whole ? &rms_norm_forward_whole_rows<T, kAdd, kWhole>
                  : &rms_norm_forward_long_rows<T, kAdd, kWhole>;
@@ -331,7 +260,7 @@ void launch_forward(const RmsNormForward& op, Queue queue) {
 template <bool kAdd, bool kWhole>
 void launch_backward(const RmsNormBackward& op, int64_t num_programs, Queue queue) {
   const RowBlock block(op.num_cols, op.dtype, kPacks, kMaxThreadsBackward);
-  const bool whole = fits(block, op.num_cols, op.dtype);
+  const bool whole = fits(block, kPacks, op.num_cols, op.dtype);
   auto* kernel = for_dtype(op.dtype, [&]<typename T> {
     return whole ? &rms_norm_backward_whole_rows<T, kAdd, kWhole>
                  : &rms_norm_backward_long_rows<T, kAdd, kWhole>;

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kCols * kSlices) sum_partials_kernel(const Par
   const int64_t col = static_cast<int64_t>(blockIdx.x) * kCols + col_of_block;
   float sums[4] = {};  // four loads under way
   if (col < args.num_cols) {
-    const float* partial = args.partials_PN + col;
+    const float* partial = (blockIdx.y ? args.more_partials_PN : args.partials_PN) + col;
     int64_t p = slice;
     for (; p + 3 * kSlices < args.num_partials; p += 4 * kSlices) {
 #pragma unroll
@@ -34,10 +34,11 @@ __global__ void __launch_bounds__(kCols * kSlices) sum_partials_kernel(const Par
   }
   if (slice == 0 && col < args.num_cols) {
     const float sum = of_slice[0][col_of_block];
+    void* to = blockIdx.y ? args.more_sum : args.sum;
     if (args.is_float) {
-      static_cast<float*>(args.sum)[col] = sum;
+      static_cast<float*>(to)[col] = sum;
     } else {
-      static_cast<T*>(args.sum)[col] = from_float<T>(sum);
+      static_cast<T*>(to)[col] = from_float<T>(sum);
     }
   }
 }
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kCols * kSlices) sum_partials_kernel(const Par
 void sum_partials(const Partials& args, Dtype dtype, Queue queue) {
   auto* kernel = for_dtype(dtype, []<typename T> { return &sum_partials_kernel<T>; });
   const auto num_blocks = static_cast<unsigned>(ceil_div(args.num_cols, kCols));
-  launch(kernel, num_blocks, kCols * kSlices, queue, args);
+  launch(kernel, dim3(num_blocks, args.more_sum ? 2 : 1), kCols * kSlices, queue, args);
 }
 
 }  // namespace accel::cuda

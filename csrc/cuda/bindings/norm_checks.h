@@ -7,15 +7,25 @@
 
 namespace accel::cuda {
 
-inline void check_norm_inputs(const char* op, const at::Tensor& x, const at::Tensor& weight) {
+// `weight`, or another vector by its name.
+inline void check_norm_inputs(
+    const char* op, const at::Tensor& x, const at::Tensor& weight, const char* name = "weight") {
   ACCEL_CHECK_VALUE(x.dim() >= 1, op, ": x must have at least 1 dimension, got a scalar");
-  ACCEL_CHECK_VALUE(weight.dim() == 1 && weight.size(0) == x.size(-1), op, ": weight must have shape [",
+  ACCEL_CHECK_VALUE(weight.dim() == 1 && weight.size(0) == x.size(-1), op, ": ", name, " must have shape [",
                     x.size(-1), "], the last of x ", x.sizes(), ", got ", weight.sizes());
-  ACCEL_CHECK_VALUE(weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat, op,
-                    ": weight must be ", x.scalar_type(), " like x, or float32, got ",
-                    weight.scalar_type());
-  ACCEL_CHECK_VALUE(weight.device() == x.device(), op, ": weight must be on ", x.device(),
+  ACCEL_CHECK_VALUE(weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat, op, ": ",
+                    name, " must be ", x.scalar_type(), " like x, or float32, got ", weight.scalar_type());
+  ACCEL_CHECK_VALUE(weight.device() == x.device(), op, ": ", name, " must be on ", x.device(),
                     " like x, got ", weight.device());
+}
+
+// What the forward keeps of each row: its rstd, say.
+inline void check_row_stats(const char* op, const char* name, const at::Tensor& stats, const at::Tensor& x) {
+  ACCEL_CHECK_VALUE(stats.sizes() == x.sizes().slice(0, x.dim() - 1) &&
+                        stats.scalar_type() == at::kFloat && stats.is_contiguous() &&
+                        stats.device() == x.device(),
+                    op, ": needs the contiguous fp32 ", name, " of the forward, got ", stats.scalar_type(),
+                    stats.sizes());
 }
 
 inline void check_norm_grad(
@@ -24,11 +34,7 @@ inline void check_norm_grad(
                         dy.device() == x.device(),
                     op, ": dy must be like x, ", x.scalar_type(), x.sizes(), " on ", x.device(),
                     ", got ", dy.scalar_type(), dy.sizes(), " on ", dy.device());
-  ACCEL_CHECK_VALUE(rstd.sizes() == x.sizes().slice(0, x.dim() - 1) &&
-                        rstd.scalar_type() == at::kFloat && rstd.is_contiguous() &&
-                        rstd.device() == x.device(),
-                    op, ": needs the contiguous fp32 rstd of the forward, got ", rstd.scalar_type(),
-                    rstd.sizes());
+  check_row_stats(op, "rstd", rstd, x);
 }
 
 // A grid has room for that many blocks.

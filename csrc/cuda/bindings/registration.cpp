@@ -44,6 +44,7 @@ void register_kernels() {
     register_adamw(library);
     register_add_rms_norm(library);
     register_cross_entropy(library);
+    register_layer_norm(library);
     register_moe_permute(library);
     register_rms_norm(library);
     register_rope(library);

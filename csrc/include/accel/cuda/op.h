@@ -64,6 +64,7 @@ void register_activation(torch::Library& library);
 void register_adamw(torch::Library& library);
 void register_add_rms_norm(torch::Library& library);
 void register_cross_entropy(torch::Library& library);
+void register_layer_norm(torch::Library& library);
 void register_moe_permute(torch::Library& library);
 void register_rms_norm(torch::Library& library);
 void register_rope(torch::Library& library);
