@@ -17,7 +17,10 @@ from torch import Tensor
 
 from accel.parallel.experts.plan import Copy
 
-__all__ = ["Block", "Piece", "Traffic"]
+__all__ = ["SLICES", "Block", "Piece", "Traffic"]
+
+SLICES = 2
+"""Of a rank's experts: on both machines of `bench moe` and at both rates, two hide more than 1, 4 or 8."""
 
 
 class Block(NamedTuple):
@@ -74,7 +77,7 @@ class Traffic:
     counts: Sequence[Sequence[int]]
     rank: int
     copies: frozenset[Copy] = frozenset()
-    slices: int = 4
+    slices: int = SLICES
 
     def __post_init__(self) -> None:
         if len(self.counts[0]) % len(self.counts):
