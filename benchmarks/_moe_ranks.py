@@ -16,7 +16,7 @@ from accel.layers.grouped_linear import grouped_linear
 from accel.ops.activation import swiglu
 from accel.parallel.experts.exchange import Experts, Product, routed_experts
 from accel.parallel.experts.plan import longest_over_mean, plan_copies, rank_loads
-from accel.parallel.experts.traffic import SLICES, Traffic
+from accel.parallel.experts.traffic import Traffic
 from accel.parallel.linear import Layout
 from accel.testing.bench import OURS
 from benchmarks._ranks import Call, begin_megatron, enabled, group, in_turn, run, timed
@@ -61,7 +61,7 @@ class Layer:
         ]
         return 4 * 4 * self.sizes.hidden * sum(rows) // RANKS
 
-    def ours(self, slices: int = SLICES, **copies: Any) -> Call:
+    def ours(self, slices: int = 4, **copies: Any) -> Call:
         traffic = Traffic(self.counts, dist.get_rank(), slices=slices, **copies)
 
         def step() -> None:
@@ -170,7 +170,7 @@ def exchange(quick: bool) -> dict[str, Any]:
     sides = {
         OURS: layer.ours(),
         "accel, 1 slice": layer.ours(1),
-        "accel, 4 slices": layer.ours(4),
+        "accel, 2 slices": layer.ours(2),
         "accel, 8 slices": layer.ours(8),
         GROUPED: layer.grouped(),
         COMPUTE: layer.grouped(travel=False),

@@ -7,7 +7,7 @@ slice's results on their way home under the next, and the rest of its own last. 
 with gradients, and the weights' gradients of all come last, under the return of the tokens'. Tokens arrive
 where the grouped products read them: nothing is sorted after an all-to-all or before it.
 
-``--accel-moe-overlap-slices N`` (2) cuts a rank's experts into N slices; no more than it has.
+``--accel-moe-overlap-slices N`` (4) cuts a rank's experts into N slices; no more than it has.
 
 Both specs, ``--moe-token-dispatcher-type alltoall``, dropless or with a capacity, shared experts with and
 without ``--moe-shared-expert-overlap``, ``--moe-permute-fusion`` or not, tensor parallelism that stays in the
@@ -35,7 +35,6 @@ from accel.ops._dispatch import log_fallback
 from accel.parallel.experts import overlap
 from accel.parallel.experts.exchange import routed_experts
 from accel.parallel.experts.room import check_room, free_bytes
-from accel.parallel.experts.traffic import SLICES
 from accel.patches import _experts
 from accel.patches._expert_counts import layer_of
 from accel.patches._settings import whole_number
@@ -253,7 +252,7 @@ FEATURE = Feature(
             metavar="N",
             summary="how many parts of a rank's experts travel and are computed by themselves",
             parse=lambda given: whole_number(given, "slices of a rank's experts"),
-            default=SLICES,
+            default=4,
         ),
     ),
     switch_on=overlap.switch_on,

@@ -25,7 +25,7 @@ from accel.parallel.collectives import Messages
 from accel.parallel.experts import load
 from accel.parallel.experts.exchange import Experts
 from accel.parallel.experts.plan import Copy, plan_copies, rank_loads
-from accel.parallel.experts.traffic import SLICES, Traffic
+from accel.parallel.experts.traffic import Traffic
 
 __all__ = ["Cost", "HotExperts", "Overlap", "copy_hot_experts", "current", "switch_on"]
 
@@ -158,7 +158,7 @@ def _seconds(call: Callable[[], None], like: Tensor, group: dist.ProcessGroup) -
 class Overlap:
     """Args: `slices`, of a rank's experts."""
 
-    def __init__(self, slices: int = SLICES) -> None:
+    def __init__(self, slices: int = 4) -> None:
         self.slices = slices
         self.hot: HotExperts | None = None
 

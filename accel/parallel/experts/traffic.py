@@ -17,10 +17,7 @@ from torch import Tensor
 
 from accel.parallel.experts.plan import Copy
 
-__all__ = ["SLICES", "Block", "Piece", "Traffic"]
-
-SLICES = 2
-"""Of a rank's experts: on both machines of `bench moe` and at both rates, two hide more than 1, 4 or 8."""
+__all__ = ["Block", "Piece", "Traffic"]
 
 
 class Block(NamedTuple):
@@ -77,7 +74,7 @@ class Traffic:
     counts: Sequence[Sequence[int]]
     rank: int
     copies: frozenset[Copy] = frozenset()
-    slices: int = SLICES
+    slices: int = 4
 
     def __post_init__(self) -> None:
         if len(self.counts[0]) % len(self.counts):
