@@ -66,6 +66,11 @@ class Messages:
             work.wait()
         self._sent, self._kept = [], []
 
+    def release_sent(self) -> None:
+        """Before all was received: waits for what is sent and lets go of it, if it has works of its own."""
+        if self._sent:
+            self.wait_sent()
+
 
 class Transfer:
     """A tensor to one rank of a group, one from another: the next and the one before, unless they are given.

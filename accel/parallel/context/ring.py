@@ -16,8 +16,8 @@ Two rings     with a `window` of W ranks, keys go around W neighbours (a node) w
               their way: between nodes every rank sends at once, each block once
 Keeping       `keep` what of a block's `keys`, or of `keys and values`, stays for the backward instead of a
               second journey: N - 1 times as many bytes
-Memory        two blocks of keys and values beside the own ones; in the backward one more of gradients, and
-              sums in fp32 if the inputs are 16 bit
+Memory        a block and a half of keys and values beside the own ones (two in the first step); in the
+              backward two more of gradients, and sums in fp32 if the inputs are 16 bit
 
 Source: Liu et al. 2023 (arXiv:2310.01889); two rings: Gu et al. 2024 (arXiv:2406.18485).
 """
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from accel.parallel.collectives import Transfer
+from accel.parallel.collectives import Messages
 from accel.parallel.context.parts import Attention, Part, place_of_chunk
 from accel.parallel.context.zigzag import halves
 
@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 Half = Literal["first", "second", "both"]
+HALVES: tuple[Half, ...] = ("first", "second")
 Kept = Literal["none", "keys", "keys and values"]
 
 
@@ -232,6 +233,25 @@ def _halved(blocks: Sequence[Block]) -> list[Block]:
     ]
 
 
+class _Passing(NamedTuple):
+    """Tensors to one rank, and from another."""
+
+    messages: Messages
+    coming: list[Tensor]
+    """To be read after they were received; none where nothing comes."""
+
+    @classmethod
+    def of(
+        cls, leaving: Sequence[Tensor], to: int, coming: list[Tensor], source: int, group: Any
+    ) -> _Passing:
+        sends, receives = [(t, to) for t in leaving], [(t, source) for t in coming]
+        return cls(Messages(sends, receives, group), coming)
+
+    def received(self) -> list[Tensor]:
+        self.messages.wait_received()
+        return self.coming
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -265,7 +285,7 @@ class _RingAttention(torch.autograd.Function):
             for block in found:
                 attend(block, owner, *parts)
             if found and ring.keep != "none":
-                kept += [parts[0].clone()] if ring.keep == "keys" else parts
+                kept += parts[:1] if ring.keep == "keys" else parts
         out = joined.out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, joined.lse, *kept)
         ctx.how = attention, layout, group, causal, ring
@@ -294,26 +314,32 @@ class _Backward:
         self._sums = [
             torch.zeros(t.shape, dtype=wide, device=t.device) for t in (self._q, self._k, self._v)
         ]
-        self._coming: list[tuple[Half, Transfer]] = []
+        self._coming: list[tuple[Half, _Passing]] = []
 
     def run(self) -> list[Tensor]:
         rank = self._layout.rank
         own = blocks_of(rank, rank, self._causal)
         journey = self._journey()
         self._own(own[:1])
-        for step, owner, half, (keys, values) in self._pieces(journey):
-            grads: list[Tensor] = []
-            for block in _seen(rank, owner, half, self._causal, self._attention):
-                found = self._compute(block, owner, keys, values)
-                grads = [a + b for a, b in zip(grads, found, strict=True)] if grads else found
-            self._add_one_that_came(leave=1)
+        for step, owner, half, piece in self._pieces(journey):
+            grads = self._of_piece(owner, half, piece)
+            self._add_what_came(leave=1)
             self._send_home(step, owner, half, grads)
+            del grads, piece  # a block's worth, which the next need not lie beside
         self._own(own[1:])
-        self._add_one_that_came(leave=0)
+        self._add_what_came(leave=0)
         return [
             total.to(t.dtype)
             for total, t in zip(self._sums, (self._q, self._k, self._v), strict=True)
         ]
+
+    def _of_piece(self, owner: int, half: Half, piece: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of that half of the owner's keys and values; none where no query sees it."""
+        grads: list[Tensor] = []
+        for block in _seen(self._layout.rank, owner, half, self._causal, self._attention):
+            found = self._compute(block, owner, *piece)
+            grads = [a + b for a, b in zip(grads, found, strict=True)] if grads else found
+        return grads
 
     def _journey(self) -> _Journey:
         travelling = {"none": [self._k, self._v], "keys": [self._v], "keys and values": []}
@@ -367,25 +393,23 @@ class _Backward:
         layout = self._layout
         computer = moved(layout.rank, step, layout.ranks, self._ring.window)
         theirs = blocks_of(computer, layout.rank, self._causal)
-        leaving = torch.cat([t.reshape(-1) for t in grads]) if grads else None
-        into = None
+        coming: list[Tensor] = []
         if any(block.keys == half for block in theirs):
-            size = sum(layout.take(t, half).numel() for t in (self._k, self._v))
-            into = self._k.new_empty(size)
-        transfer = Transfer(leaving, into, self._group, owner, computer)
-        self._coming.append((half, transfer))
+            coming = [t.new_empty(layout.take(t, half).shape) for t in (self._k, self._v)]
+        leaving = [t.contiguous() for t in grads]
+        self._coming.append((half, _Passing.of(leaving, owner, coming, computer, self._group)))
 
-    def _add_one_that_came(self, leave: int) -> None:
-        """All but the last `leave` of what is on its way."""
-        layout = self._layout
+    def _add_what_came(self, leave: int) -> None:
+        """All but the last `leave` of what is on its way.
+
+        A rank that sees half of an owner's keys computes their gradient for as long as one that sees all
+        takes for both halves: waited for at once, it would have no work to hide its way.
+        """
         while len(self._coming) > leave:
-            half, transfer = self._coming.pop(0)
-            if transfer.receives:
-                own = [layout.take(t, half) for t in (self._k, self._v)]
-                parts = transfer.received().split([t.numel() for t in own])
-                for total, part, like in zip(self._sums[1:], parts, own, strict=True):
-                    layout.add_(total, half, part.view(like.shape))
-            transfer.wait_sent()
+            half, passing = self._coming.pop(0)
+            for total, part in zip(self._sums[1:], passing.received(), strict=False):
+                self._layout.add_(total, half, part)
+            passing.messages.wait_sent()
 
 
 class _Joined:
@@ -430,39 +454,43 @@ class _Journey:
         own: Sequence[Tensor],
     ) -> None:
         self._group, self._window, self._causal, self._layout = group, window, causal, layout
-        self._shapes = {
-            half: [layout.take(t, half).shape for t in own] for half in ("first", "second")
-        }
+        self._shapes = {half: [layout.take(t, half).shape for t in own] for half in HALVES}
         self._like = own[0] if own else None
-        self._transfers: dict[tuple[int, int, Half], Transfer] = {}
-        for half in ("first", "second"):
-            parts = [layout.take(t, half).reshape(-1) for t in own]
-            piece = torch.cat(parts) if own and self._travels(layout.rank, half) else None
+        self._passing: dict[tuple[int, int, Half], _Passing] = {}
+        for half in HALVES:
+            travels = self._travels(layout.rank, half)
+            piece = [layout.take(t, half).contiguous() for t in own] if travels else []
             self._send_on(0, 0, half, piece)
 
     def pieces(self) -> Iterator[tuple[tuple[int, int], int, Half, list[Tensor]]]:
         """Step, owner, half and tensors; none of a half that nobody but its owner sees."""
         ranks, me = self._layout.ranks, self._layout.rank
-        for node, place in ring_order(ranks, self._window)[1:]:
+        steps = ring_order(ranks, self._window)[1:]
+        for number, (node, place) in enumerate(steps):
             owner = moved(me, (-node, -place), ranks, self._window)
-            for half in ("first", "second"):
-                piece, parts = None, []
+            for half in HALVES:
+                piece: list[Tensor] = []
                 if self._like is not None:
-                    transfer = self._transfers.pop((node, place, half))
-                    if transfer.receives:
-                        piece = transfer.received()
-                        shapes = self._shapes[half]
-                        sizes = [shape.numel() for shape in shapes]
-                        parts = [p.view(s) for p, s in zip(piece.split(sizes), shapes, strict=True)]
-                    transfer.wait_sent()
+                    passing = self._passing.pop((node, place, half))
+                    piece = passing.received()
+                    passing.messages.wait_sent()
                     self._send_on(node, place, half, piece)
-                yield (node, place), owner, half, parts
+                    if number or half == "second":  # the own two pieces left together
+                        self._release_piece_before(steps[number:], half)
+                yield (node, place), owner, half, piece
+
+    def _release_piece_before(self, steps: Sequence[tuple[int, int]], half: Half) -> None:
+        """The one that went on a piece earlier, so that it does not lie beside what is computed now."""
+        other: Half = "second" if half == "first" else "first"
+        step = steps[:1] if half == "first" else steps[1:2]
+        for node, place in step:
+            self._passing[node, place, other].messages.release_sent()
 
     def _travels(self, owner: int, half: Half) -> bool:
         """The last chunk of the sequence is seen by its own queries alone."""
         return not (self._causal and owner == 0 and half == "second")
 
-    def _send_on(self, node: int, place: int, half: Half, piece: Tensor | None) -> None:
+    def _send_on(self, node: int, place: int, half: Half, piece: Sequence[Tensor]) -> None:
         """To the next of this node, and what begins a node also to the next node."""
         if self._like is None:
             return
@@ -472,12 +500,12 @@ class _Journey:
             self._post(node + 1, 0, half, piece, (1, 0))
 
     def _post(
-        self, node: int, place: int, half: Half, piece: Tensor | None, by: tuple[int, int]
+        self, node: int, place: int, half: Half, piece: Sequence[Tensor], by: tuple[int, int]
     ) -> None:
         ranks, me, window = self._layout.ranks, self._layout.rank, self._window
         assert self._like is not None
-        into = None
+        coming: list[Tensor] = []
         if self._travels(moved(me, (-node, -place), ranks, window), half):
-            into = self._like.new_empty(sum(shape.numel() for shape in self._shapes[half]))
+            coming = [self._like.new_empty(shape) for shape in self._shapes[half]]
         to, source = moved(me, by, ranks, window), moved(me, (-by[0], -by[1]), ranks, window)
-        self._transfers[node, place, half] = Transfer(piece, into, self._group, to, source)
+        self._passing[node, place, half] = _Passing.of(piece, to, coming, source, self._group)
