@@ -12,7 +12,6 @@ that wants another number of ranks is skipped and says so.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -155,13 +154,27 @@ def fresh_store(request: pytest.FixtureRequest) -> Callable[[], None]:
     return call
 
 
+_RESERVED: list[socket.socket] = []
+
+
 def free_port(host: str) -> int:
-    """Below those that the system gives to connections, which might take it before a store listens there."""
+    """Below those that the system gives to connections, which might take it before a store listens there.
+
+    That may be seconds later. No other process gets the same port from here before this one ends: a name in
+    Linux's abstract namespace, which needs no file, says that it is taken.
+    """
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            return port
+        name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            with socket.socket() as probe:
+                probe.bind((host, port))
+            name.bind(f"\0accel-testing-port-{port}")
+        except OSError:
+            name.close()
+            continue
+        _RESERVED.append(name)
+        return port
 
 
 def _agent_store(session: pytest.Session) -> Any:
