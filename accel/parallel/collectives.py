@@ -54,11 +54,17 @@ class Messages:
         self._sent = [] if one_for_all and receives else works[: len(sends)]
         self._received = works if one_for_all and receives else works[len(sends) :]
         self._kept = sends
+        self._into = [into for into, _ in receives]
 
     def wait_received(self) -> None:
         for work in self._received:
             work.wait()
         self._received = []
+
+    def received(self) -> list[Tensor]:
+        """What came."""
+        self.wait_received()
+        return self._into
 
     def wait_sent(self) -> None:
         """After all was received: a backend may have one work for everything."""
@@ -98,10 +104,6 @@ class Transfer:
             [] if into is None else [(into, source)],
             group,
         )
-
-    @property
-    def receives(self) -> bool:
-        return self._into is not None
 
     def wait_received(self) -> None:
         self._messages.wait_received()

@@ -233,23 +233,14 @@ def _halved(blocks: Sequence[Block]) -> list[Block]:
     ]
 
 
-class _Passing(NamedTuple):
-    """Tensors to one rank, and from another."""
-
-    messages: Messages
-    coming: list[Tensor]
-    """To be read after they were received; none where nothing comes."""
-
-    @classmethod
-    def of(
-        cls, leaving: Sequence[Tensor], to: int, coming: list[Tensor], source: int, group: Any
-    ) -> _Passing:
-        sends, receives = [(t, to) for t in leaving], [(t, source) for t in coming]
-        return cls(Messages(sends, receives, group), coming)
-
-    def received(self) -> list[Tensor]:
-        self.messages.wait_received()
-        return self.coming
+def _exchange(
+    leaving: Sequence[Tensor],
+    to: int,
+    coming: Sequence[Tensor],
+    source: int,
+    group: dist.ProcessGroup,
+) -> Messages:
+    return Messages([(t, to) for t in leaving], [(t, source) for t in coming], group)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -314,7 +305,7 @@ class _Backward:
         self._sums = [
             torch.zeros(t.shape, dtype=wide, device=t.device) for t in (self._q, self._k, self._v)
         ]
-        self._coming: list[tuple[Half, _Passing]] = []
+        self._coming: list[tuple[Half, Messages]] = []
 
     def run(self) -> list[Tensor]:
         rank = self._layout.rank
@@ -397,7 +388,7 @@ class _Backward:
         if any(block.keys == half for block in theirs):
             coming = [t.new_empty(layout.take(t, half).shape) for t in (self._k, self._v)]
         leaving = [t.contiguous() for t in grads]
-        self._coming.append((half, _Passing.of(leaving, owner, coming, computer, self._group)))
+        self._coming.append((half, _exchange(leaving, owner, coming, computer, self._group)))
 
     def _add_what_came(self, leave: int) -> None:
         """All but the last `leave` of what is on its way.
@@ -406,10 +397,10 @@ class _Backward:
         takes for both halves: waited for at once, it would have no work to hide its way.
         """
         while len(self._coming) > leave:
-            half, passing = self._coming.pop(0)
-            for total, part in zip(self._sums[1:], passing.received(), strict=False):
+            half, messages = self._coming.pop(0)
+            for total, part in zip(self._sums[1:], messages.received(), strict=False):
                 self._layout.add_(total, half, part)
-            passing.messages.wait_sent()
+            messages.wait_sent()
 
 
 class _Joined:
@@ -456,7 +447,7 @@ class _Journey:
         self._group, self._window, self._causal, self._layout = group, window, causal, layout
         self._shapes = {half: [layout.take(t, half).shape for t in own] for half in HALVES}
         self._like = own[0] if own else None
-        self._passing: dict[tuple[int, int, Half], _Passing] = {}
+        self._passing: dict[tuple[int, int, Half], Messages] = {}
         for half in HALVES:
             travels = self._travels(layout.rank, half)
             piece = [layout.take(t, half).contiguous() for t in own] if travels else []
@@ -471,20 +462,20 @@ class _Journey:
             for half in HALVES:
                 piece: list[Tensor] = []
                 if self._like is not None:
-                    passing = self._passing.pop((node, place, half))
-                    piece = passing.received()
-                    passing.messages.wait_sent()
+                    messages = self._passing.pop((node, place, half))
+                    piece = messages.received()
+                    messages.wait_sent()
                     self._send_on(node, place, half, piece)
-                    if number or half == "second":  # the own two pieces left together
-                        self._release_piece_before(steps[number:], half)
+                    if half == "second":
+                        self._release([(*step, "first") for step in steps[number + 1 :][:1]])
+                    elif number:  # the own two pieces left together
+                        self._release([(node, place, "second")])
                 yield (node, place), owner, half, piece
 
-    def _release_piece_before(self, steps: Sequence[tuple[int, int]], half: Half) -> None:
-        """The one that went on a piece earlier, so that it does not lie beside what is computed now."""
-        other: Half = "second" if half == "first" else "first"
-        step = steps[:1] if half == "first" else steps[1:2]
-        for node, place in step:
-            self._passing[node, place, other].messages.release_sent()
+    def _release(self, next_of_half: list[tuple[int, int, Half]]) -> None:
+        """What was sent a piece earlier, as these were posted, shall not lie beside what is computed."""
+        for key in next_of_half:
+            self._passing[key].release_sent()
 
     def _travels(self, owner: int, half: Half) -> bool:
         """The last chunk of the sequence is seen by its own queries alone."""
@@ -508,4 +499,4 @@ class _Journey:
         if self._travels(moved(me, (-node, -place), ranks, window), half):
             coming = [self._like.new_empty(shape) for shape in self._shapes[half]]
         to, source = moved(me, by, ranks, window), moved(me, (-by[0], -by[1]), ranks, window)
-        self._passing[node, place, half] = _Passing.of(piece, to, coming, source, self._group)
+        self._passing[node, place, half] = _exchange(piece, to, coming, source, self._group)
