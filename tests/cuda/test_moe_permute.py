@@ -217,6 +217,8 @@ def test_the_kernels_check_what_they_read():
         (lambda: ops.moe_permute_fwd(x, rows, few), r"probs must have shape \[3, E\]"),
         (lambda: ops.moe_permute_fwd(x, rows, x[0]), r"probs must have shape \[3, E\]"),
         (lambda: ops.moe_permute_fwd(x, rows, experts.int()), "probs must be floating"),
+        (lambda: ops.moe_permute_fwd(x, rows, experts[:, :0]), "probs must have at least one"),
+        (lambda: ops.moe_unpermute_fwd(few, rows, 3, experts[:, :0]), "at least one expert"),
         (lambda: ops.moe_permute_fwd(x, rows.int(), None), "row_map must be int64"),
         (lambda: ops.moe_permute_fwd(x[0], rows, None), r"x must have shape \[rows, N\]"),
         (lambda: ops.moe_permute_fwd(x.double(), rows, None), "float32, bfloat16 or float16, got"),

@@ -74,6 +74,8 @@ int check_probs(const char* op, const Tensor& probs, const Tensor& beside, const
   ACCEL_CHECK_VALUE(probs.is_floating_point() && probs.device() == beside.device(), op,
                     ": probs must be floating and on ", beside.device(), ", got ", probs.scalar_type(),
                     " on ", probs.device());
+  ACCEL_CHECK_VALUE(by_row || probs.size(1) >= 1 || map.num_rows() == 0, op,
+                    ": probs must have at least one expert, got ", probs.sizes());
   ACCEL_CHECK_VALUE(by_row || probs.numel() <= kMost, op, " on CUDA takes up to ", kMost,
                     " probabilities, got ", probs.sizes());
   return by_row ? 0 : static_cast<int>(probs.size(1));
