@@ -413,10 +413,11 @@ constexpr int64_t kMaxQueries = 64;  // a multiple of 64: dropout's random bits 
 constexpr int64_t kMaxKeysForward = 512;
 constexpr int64_t kMaxKeysBackward = 128;
 
-// Packed keys that are held at once, in tokens of one head, if that keeps all threads busy. More and
-// they leave L3 before they are used again: 32768 takes 113 instead of 106 ms forward, 407 instead of
-// 376 with backward.
-constexpr int64_t kTokensPerWave = 8192;
+// Packed keys that are held at once, in tokens of one head, if that keeps all threads busy. 32768 leave
+// L3 before they are used again: 113 instead of 106 ms forward, 407 instead of 376 with backward. 8192
+// are as fast as 4096 at six shapes on one thread and two, and take twice the memory: 3.5 MiB more of
+// the peak of a rank with two heads of 4096 x 64 in its backward.
+constexpr int64_t kTokensPerWave = 4096;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504f;
