@@ -181,7 +181,10 @@ def peak_of(shape: Shape, folder: Path, *flags: str) -> float:
         ranks=shape.ranks,
         threads=shape.threads,
     )
-    return sum(parse(log.read_text().splitlines()).peak_bytes.values()) / 2**20
+    peaks = parse(log.read_text().splitlines()).peak_bytes
+    if len(peaks) != shape.ranks:
+        raise RuntimeError(f"{shape.ranks} ranks, but memory of {sorted(peaks)} alone in {log}")
+    return sum(peaks.values()) / 2**20
 
 
 def by_kind(profile: Path) -> dict[str, float]:

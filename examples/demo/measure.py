@@ -14,7 +14,8 @@ from accel.testing.turns import Ratio, compare_turns
 __all__ = ["Comparison", "Interval", "Run", "compare", "parse"]
 
 _ITERATION = re.compile(r"iteration\s+(?P<iteration>\d+)/\s*\d+ \|.*lm loss: (?P<loss>\S+) \|")
-_MEMORY = re.compile(r"\[Rank (?P<rank>\d+)\] \(after .*max allocated: (?P<mib>[\d.]+)")
+# The ranks write into one log: what two of them say may stand on one line.
+_MEMORY = re.compile(r"\[Rank (?P<rank>\d+)\] \(after (?:(?!\[Rank ).)*max allocated: (?P<mib>[\d.]+)")
 _HEAD = re.compile(r"^\[accel\] device (?P<head>.*)$")
 _FEATURE = re.compile(r"^\[accel\]   (?P<name>\w+) +(?P<state>\w+) +(?P<asked>.*)$")
 _NOTE = re.compile(r"^\[accel\] (?P<note>\S.*)$")
@@ -55,11 +56,11 @@ def parse(lines: Iterable[str]) -> Run:
     """Read one side's log; the times of its steps are elsewhere."""
     run = Run()
     for line in map(str.rstrip, lines):
-        if m := _ITERATION.search(line):
-            run.intervals.append(Interval(int(m["iteration"]), float(m["loss"])))
-        elif m := _MEMORY.search(line):
+        for m in _MEMORY.finditer(line):
             rank, num_bytes = int(m["rank"]), round(float(m["mib"]) * _MIB)
             run.peak_bytes[rank] = max(num_bytes, run.peak_bytes.get(rank, 0))
+        if m := _ITERATION.search(line):
+            run.intervals.append(Interval(int(m["iteration"]), float(m["loss"])))
         elif m := _FEATURE.match(line):
             run.features.append(m.groupdict())
         elif m := _HEAD.match(line):

@@ -156,6 +156,12 @@ def test_parse_reads_losses_memory_and_the_start_up_table(demo):
     assert [p["replacement"] for p in parsed.patches] == ["accel.patches.norm:new_norm"]
 
 
+def test_parse_of_what_two_ranks_wrote_into_one_line(demo):
+    joined = LOG.format(first="738.6").replace("1.62\n[Rank 0]", "1.62[Rank 0]")
+    assert joined.count("\n") == LOG.count("\n") - 1
+    assert demo.measure.parse(joined.splitlines()).peak_bytes == {0: 2 << 20, 1: 3 << 19}
+
+
 def test_parse_reads_the_table_that_accel_prints(demo):
     from accel.start_up import table
 
