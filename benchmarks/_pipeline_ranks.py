@@ -205,30 +205,25 @@ def slept() -> tuple[float, float, float]:
     return forward, of_input + weight, weight
 
 
-def sleeping_steps(hidden: int, micro_batches: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side's steps, sides in turn."""
+def sleeping_chunks(hidden: int) -> list[SleepingChunk]:
     config = config_of(dist.get_world_size(), hidden_size=hidden)
-    chunks = [SleepingChunk(config, stage) for stage in range(2)]
-    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-    for turn in range(rounds + 1):  # the first connects
-        for side in SIDES:
-            taken = step(side, chunks, sleeping_step, micro_batches)
-            seconds[side] += [taken] * (turn > 0)
-    return seconds
+    return [SleepingChunk(config, stage) for stage in range(2)]
 
 
 def waits(quick: bool) -> dict[str, Any]:
     ranks = dist.get_world_size()
-    micro_batches, rounds = (4, 2) if quick else (4 * ranks, 5 if ranks == 2 else 3)
-    alone = {
-        side: statistics.median(times)
-        for side, times in sleeping_steps(4, micro_batches, 2 if quick else 3).items()
-    }
+    micro_batches, rounds = (4, 2) if quick else (4 * ranks, 7 if ranks == 2 else 5)
+    tiny = sleeping_chunks(4)
     cases = []
     for ratio in RATIOS[-1:] if quick else RATIOS:
         num_bytes = FORWARD * ratio * RATE * PAYLOAD
         hidden = round(num_bytes / (4 * SEQUENCE) / 4) * 4
-        seconds = sleeping_steps(hidden, micro_batches, rounds)
+        chunks = sleeping_chunks(hidden)
+        found: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
+        for turn in range(rounds + 1):  # the first connects
+            for side in SIDES:
+                pair = [step(side, of, sleeping_step, micro_batches) for of in (chunks, tiny)]
+                found[side] += [(pair[0], pair[1])] * (turn > 0)
         latency, busy = transfer(hidden)
         passes = slept()
         predicted = {}
@@ -242,8 +237,8 @@ def waits(quick: bool) -> dict[str, Any]:
                 "ratio": ratio,
                 "num_bytes": 4 * SEQUENCE * hidden,
                 "transfer": latency + busy,
-                "seconds": seconds,
-                "alone": alone,
+                "seconds": {side: [whole for whole, _ in pairs] for side, pairs in found.items()},
+                "exposed": {side: [a - b for a, b in pairs] for side, pairs in found.items()},
                 "predicted": predicted,
             }
         )
