@@ -110,7 +110,4 @@ class LayerNormLinear(Linear):
     def _norm(self, x: Tensor) -> Tensor:
         weight: Any = self.layer_norm_weight
         bias: Any = self.layer_norm_bias
-        zero_centered = self.zero_centered_gamma
-        if bias is None:
-            return norm.rms_norm(x, weight, self.eps, zero_centered=zero_centered)
-        return norm.layer_norm(x, weight, bias, self.eps, zero_centered=zero_centered)
+        return norm.normalize(x, weight, bias, self.eps, self.zero_centered_gamma)

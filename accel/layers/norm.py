@@ -2,7 +2,8 @@
 
 They are torch's own modules with the missing parts: parameters are marked `sequence_parallel`, so
 that Megatron all-reduces their gradients over the tensor-parallel group, and zero-centred weights
-start at 0 and scale by `1 + weight`. State-dict keys are torch's.
+start at 0 and scale by `1 + weight`. State-dict keys are torch's. Where weights are 16 bit and x is fp32
+(Megatron's `--fp32-residual-connection`), the norm is computed in fp32 and given in 16 bit, as by Apex.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from accel.ops import layer_norm_ref, rms_norm_ref
 
-__all__ = ["LayerNorm", "RMSNorm"]
+__all__ = ["LayerNorm", "RMSNorm", "normalize"]
 
 rms_norm = rms_norm_ref
 layer_norm = layer_norm_ref
@@ -44,7 +45,7 @@ class RMSNorm(torch.nn.RMSNorm):
         _mark(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered)
+        return normalize(x, self.weight, None, self.eps, self.zero_centered)
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -71,7 +72,29 @@ class LayerNorm(torch.nn.LayerNorm):
         _mark(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps, zero_centered=self.zero_centered)
+        return normalize(x, self.weight, self.bias, self.eps, self.zero_centered)
+
+
+def normalize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    zero_centered: bool,
+) -> torch.Tensor:
+    """LayerNorm, or without a bias RMSNorm; of an fp32 x with 16-bit weights in the dtype of these.
+
+    Args:
+        x: `[..., N]`.
+        weight, bias: `[N]`.
+    """
+    dtype = x.dtype
+    if x.dtype == torch.float32 and weight.dtype != torch.float32:
+        dtype, weight = weight.dtype, weight.float()
+        bias = None if bias is None else bias.float()
+    if bias is None:
+        return rms_norm(x, weight, eps, zero_centered=zero_centered).to(dtype)
+    return layer_norm(x, weight, bias, eps, zero_centered=zero_centered).to(dtype)
 
 
 def _mark(module: RMSNorm | LayerNorm) -> None:

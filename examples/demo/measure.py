@@ -15,7 +15,9 @@ __all__ = ["Comparison", "Interval", "Run", "compare", "parse"]
 
 _ITERATION = re.compile(r"iteration\s+(?P<iteration>\d+)/\s*\d+ \|.*lm loss: (?P<loss>\S+) \|")
 # The ranks write into one log: what two of them say may stand on one line.
-_MEMORY = re.compile(r"\[Rank (?P<rank>\d+)\] \(after (?:(?!\[Rank ).)*max allocated: (?P<mib>[\d.]+)")
+_MEMORY = re.compile(
+    r"\[Rank (?P<rank>\d+)\] \(after (?:(?!\[Rank ).)*max allocated: (?P<mib>[\d.]+)"
+)
 _HEAD = re.compile(r"^\[accel\] device (?P<head>.*)$")
 _FEATURE = re.compile(r"^\[accel\]   (?P<name>\w+) +(?P<state>\w+) +(?P<asked>.*)$")
 _NOTE = re.compile(r"^\[accel\] (?P<note>\S.*)$")

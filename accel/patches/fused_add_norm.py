@@ -1,0 +1,144 @@
+"""The residual addition and the RMSNorm behind it as one kernel, forward and backward.
+
+What a layer adds to the residual stream is read by a norm: that before its MLP, that of the next layer, or
+the last one. With ``fused_norm``, both are one kernel that reads the stream once. In the backward pass the
+gradient that comes past the norm is added where the norm's is computed. The results have the very bits of the
+two steps. Which norm reads which sum is learnt from the first forward pass, so that it serves both layer
+specs, whose norms are modules or parts of linear layers, and the norm behind the last layer.
+
+Where dropout is on, the stream is kept in fp32 (``--fp32-residual-connection``), or a layer is computed again
+as a whole, so that its norm reads a copy, the two are computed apart. **Not with** norms that are
+recomputed, with ``--overlap-param-gather`` and FSDP, where a norm's weight may not be there yet when the sum
+before it is computed, and with CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from accel.feature import Context, Feature
+from accel.layers.residual import ResidualSum, norm_of
+from accel.patches._kernels import kernels
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE, te_serves
+
+_HERE = "accel.patches.fused_add_norm"
+SUMS = ("self_attn_bda", "cross_attn_bda", "mlp_bda")
+"""A ``TransformerLayer``'s."""
+
+_ON: list[bool] = []
+
+
+class AddThenNorm:
+    """What a layer has in place of ``get_bias_dropout_add``.
+
+    Args:
+        stock: that.
+    """
+
+    def __init__(self, stock: Callable[..., Any]) -> None:
+        self.stock, self.sum = stock, ResidualSum()
+
+    def __call__(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        plain = self.stock(training, fused)
+
+        def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+            if not _ON or (training and prob):
+                return plain(x_with_bias, residual, prob)
+            total = self.sum.add(*x_with_bias, residual)
+            if total is None:
+                return self.sum.watch(plain(x_with_bias, residual, prob))
+            return total
+
+        return add
+
+
+def with_sums(init: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``TransformerLayer.__init__``."""
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+
+        init(self, *args, **kwargs)
+        for name in SUMS:
+            if getattr(self, name) is get_bias_dropout_add:
+                setattr(self, name, AddThenNorm(get_bias_dropout_add))
+
+    return __init__
+
+
+def finding_it(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wraps ``rms_norm``."""
+
+    @functools.wraps(original)
+    def rms_norm(
+        x: Tensor, weight: Tensor, eps: float = 1e-5, *, zero_centered: bool = False
+    ) -> Tensor:
+        found = norm_of(x, weight, eps, zero_centered)
+        return original(x, weight, eps, zero_centered=zero_centered) if found is None else found
+
+    return rms_norm
+
+
+def _refuses(context: Context) -> str | None:
+    args = context.args
+    for name in ("overlap_param_gather", "use_megatron_fsdp", "use_torch_fsdp2"):
+        if getattr(args, name, False):
+            flag = "--" + name.replace("_", "-")
+            return f"{flag}: a norm's weight may come after the sum before it is computed"
+    if "layernorm" in (getattr(args, "recompute_modules", None) or ()):
+        return "--recompute-modules layernorm frees what the norm gave"
+    graphs = getattr(args, "cuda_graph_impl", None) or "none"
+    return None if graphs == "none" else f"not with --cuda-graph-impl {graphs}"
+
+
+def _idle(context: Context) -> str | None:
+    normalization = getattr(context.args, "normalization", None) or "RMSNorm"
+    if normalization != "RMSNorm":
+        return f"--normalization {normalization}"
+    asked = getattr(context.args, "transformer_impl", "transformer_engine")
+    return te_serves(context) if asked == "transformer_engine" else None
+
+
+def switch_on() -> Callable[[], None]:
+    _ON.append(True)
+    return _ON.clear
+
+
+FEATURE = Feature(
+    name="fused_add_norm",
+    summary="add to the residual stream and normalize the sum in one kernel",
+    preset="fast",
+    numerics="tolerance",
+    megatron=SUPPORTED_RANGE,
+    requires=("norm", "fused_norm"),
+    benchmarks=("add_rms_norm",),
+    conflicts={
+        "recompute_norm": "it frees what the norms gave",
+        "memory_budget": "it may have norms recomputed",
+    },
+    refuses=_refuses,
+    idle=_idle,
+    unavailable=kernels("add_rms_norm_fwd", "add_rms_norm_bwd"),
+    switch_on=switch_on,
+    patches=(
+        Patch(
+            target="megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+            replacement=f"{_HERE}:with_sums",
+            how="wrap",
+            why="Each addition of a layer learns by itself which norm reads it.",
+        ),
+        Patch(
+            target="accel.layers.norm:rms_norm",
+            replacement=f"{_HERE}:finding_it",
+            how="wrap",
+            expects=("x", "weight", "eps", "zero_centered"),
+            why="What was computed with its input is not computed again.",
+        ),
+    ),
+)

@@ -1,0 +1,127 @@
+"""Sums of the residual stream and their norms: which are computed together, and that no bit differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from accel.layers import residual
+from accel.layers.residual import ResidualSum, norm_of
+from accel.ops import add_rms_norm, rms_norm
+from tests.ops.contract import needs_native
+
+N = 48
+
+
+@contextmanager
+def counted() -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of sums that are computed with their norm."""
+    shapes: list[tuple[int, ...]] = []
+
+    def noted(x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        shapes.append(tuple(x.shape))
+        return add_rms_norm(x, *args, **kwargs)
+
+    with mock.patch.object(residual, "add_rms_norm", noted):
+        yield shapes
+
+
+def pass_through(
+    place: ResidualSum | None, x: Tensor, bias: Tensor | None, stream: Tensor, *norm: object
+) -> tuple[Tensor, Tensor]:
+    """As a layer computes the sum, and as the norm is called behind it."""
+    weight, eps, zero_centered = norm
+    total = None if place is None else place.add(x, bias, stream)
+    if total is None:
+        total = stream + (x if bias is None else x + bias)
+        total = total if place is None else place.watch(total)
+    normed = norm_of(total, weight, eps, zero_centered)
+    if normed is None:
+        normed = rms_norm(total, weight, eps, zero_centered=zero_centered)
+    return normed, total
+
+
+@needs_native
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_bits_are_those_of_the_two_steps(
+    dtype: torch.dtype, zero_centered: bool, with_bias: bool
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, stream = (torch.randn(5, 3, N, generator=draw).to(dtype) for _ in range(2))
+    bias = torch.randn(N, generator=draw).to(dtype) if with_bias else None
+    weight = torch.randn(N, generator=draw).to(dtype)
+    leaves = [t.requires_grad_() for t in (x, stream, weight, bias) if t is not None]
+    place, found = ResidualSum(), []
+    with counted() as shapes:
+        for where in (None, place, place, place):
+            normed, total = pass_through(where, x, bias, stream, weight, 1e-5, zero_centered)
+            grads = torch.autograd.grad((normed.sin() + 2 * total).sum(), leaves)
+            found.append([normed, total, *grads])
+    assert shapes == [(5, 3, N)] * 2, "the first pass teaches which norm it is"
+    for others in found[1:]:
+        assert all(map(torch.equal, others, found[0]))
+
+
+@needs_native
+def test_a_sum_that_nobody_reads_is_left_alone() -> None:
+    place, x, weight = ResidualSum(), torch.randn(4, N).requires_grad_(), torch.ones(N)
+    with counted() as shapes:
+        pass_through(place, x, None, x, weight, 1e-5, False)
+        assert place.add(x, None, x) is not None  # its norm reads a copy
+        for _ in range(3):
+            pass_through(place, x, None, x, weight, 1e-5, False)
+    assert place.alone
+    assert len(shapes) == 1
+
+
+@needs_native
+@pytest.mark.parametrize("change", ["weight", "eps", "zero_centered"])
+def test_another_norm_computes_its_own_result(change: str) -> None:
+    x = torch.randn(4, N).requires_grad_()
+    first = {"weight": torch.ones(N), "eps": 1e-5, "zero_centered": False}
+    second = {
+        **first,
+        change: {"weight": torch.rand(N), "eps": 1e-1, "zero_centered": True}[change],
+    }
+    place = ResidualSum()
+    with counted() as shapes:
+        for norm in (first, first, second, second):
+            normed, total = pass_through(place, x, None, x, *norm.values())
+            expected = rms_norm(
+                total, norm["weight"], norm["eps"], zero_centered=norm["zero_centered"]
+            )
+            assert torch.equal(normed, expected)
+    assert len(shapes) == 3
+    assert not place.alone
+
+
+@needs_native
+def test_a_second_reader_computes_for_itself() -> None:
+    """Multi-token prediction reads what the last norm has read."""
+    place, x, weight = ResidualSum(), torch.randn(4, N).requires_grad_(), torch.ones(N)
+    for _ in range(2):
+        _, total = pass_through(place, x, None, x, weight, 1e-5, False)
+    assert norm_of(total, weight, 1e-5, False) is None
+    assert norm_of(total.detach(), weight, 1e-5, False) is None
+    assert not place.alone
+
+
+@needs_native
+def test_what_is_not_computed_together() -> None:
+    place, x, weight = ResidualSum(), torch.randn(4, N).requires_grad_(), torch.ones(N)
+    pass_through(place, x, None, x, weight, 1e-5, False)
+    assert place.add(x.bfloat16(), None, x) is None
+    assert place.add(x[:2], None, x) is None
+    assert place.add(x, torch.ones(N, dtype=torch.bfloat16), x) is None
+    assert place.add(x, torch.ones(4, N), x) is None
+    frozen = x.detach()
+    assert place.add(frozen, None, frozen) is None
+    assert not hasattr(place.watch(frozen + frozen), "accel_residual_sum")
+    assert place.add(x, None, x) is not None

@@ -1,0 +1,162 @@
+"""`fused_add_norm`: which additions are computed with their norms, with the bits of the two steps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import accel
+from accel.feature import Context
+from accel.patches import fused_add_norm
+from tests.layers.test_residual import counted
+from tests.ops.contract import needs_native
+
+from .blocks import HIDDEN, TOKENS, block, gradients
+from .test_fused_adamw import one_rank
+
+LAYERS = 3
+BIASES = {"add_bias_linear": True, "gated_linear_unit": False, "activation_func": F.gelu}
+MOE = {
+    "num_moe_experts": 4,
+    "moe_grouped_gemm": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_ffn_hidden_size": 128,
+}
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+SUMS = 2 * LAYERS
+"""Two of each layer; the last one is read by the norm behind the layers."""
+
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama": ({}, SUMS),
+    "biases": (BIASES, SUMS),
+    "zero-centred": ({"layernorm_zero_centered_gamma": True}, SUMS),
+    "experts": (MOE, SUMS),
+    "bf16": ({"params_dtype": torch.bfloat16, "bf16": True}, SUMS),
+    "dropout": ({"hidden_dropout": 0.1}, 0),
+    "another norm": ({"normalization": "LayerNorm"}, 0),
+    "stream in fp32": (
+        {"params_dtype": torch.bfloat16, "bf16": True, "fp32_residual_connection": True},
+        0,
+    ),
+}
+
+
+def model(spec: str, **config: Any) -> Any:
+    """In training, with the fused norms."""
+    given = {"hidden_dropout": 0.0, "attention_dropout": 0.0, **config}
+    if spec == "local":
+        moe = {"num_experts": 4, "moe_grouped_gemm": True} if "num_moe_experts" in config else {}
+        return block(LAYERS, moe, **given)
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    with pytest.MonkeyPatch.context() as patch:
+        of_te = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
+        moe = {"num_experts": 4, "moe_grouped_gemm": True} if "num_moe_experts" in config else {}
+        patch.setattr(
+            gpt_layer_specs, "get_gpt_layer_local_spec", lambda **_: of_te(**moe), raising=True
+        )
+        return block(LAYERS, **given)
+
+
+def three_passes(made: Any) -> list[list[torch.Tensor]]:
+    made = made.train()
+    if made.config.bf16:
+        made.bfloat16()
+        made.register_forward_pre_hook(lambda _, args: (args[0].bfloat16(), *args[1:]))
+    return [gradients(made)[0] for _ in range(3)]
+
+
+@needs_native
+@pytest.mark.parametrize("spec", ["local", "transformer_engine"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_are_those_of_the_two_steps(case: str, spec: str) -> None:
+    config, sums = CASES[case]
+    with one_rank(fused_norm=True, te_layers=True), counted() as apart:
+        expected = three_passes(model(spec, **config))
+    with one_rank(fused_add_norm=True, te_layers=True), counted() as together:
+        found = three_passes(model(spec, **config))
+    assert not apart
+    assert len(together) == 2 * sums, "two passes after the first, which teaches"
+    assert set(together) <= {(TOKENS, 1, HIDDEN)}
+    for ours, stock in zip(found, expected, strict=True):
+        assert len(ours) == len(stock)
+        assert all(map(torch.equal, ours, stock))
+
+
+@needs_native
+@pytest.mark.parametrize("spec", ["local", "transformer_engine"])
+def test_layers_that_are_computed_again_as_a_whole(spec: str) -> None:
+    """What the next layer reads is a copy in the backward pass; within a layer it is not."""
+    with one_rank(fused_norm=True, te_layers=True):
+        expected = three_passes(model(spec, **FULL))
+    with one_rank(fused_add_norm=True, te_layers=True):
+        made = model(spec, **FULL)
+        found = three_passes(made)
+        with counted() as together:
+            found += [gradients(made)[0]]
+    assert len(together) == 2 * LAYERS, "forward and again"
+    for ours, stock in zip(found, [*expected, expected[-1]], strict=True):
+        assert all(map(torch.equal, ours, stock))
+
+
+@needs_native
+def test_a_model_outlives_the_feature() -> None:
+    with one_rank(fused_add_norm=True):
+        made = model("local")
+        with counted() as together:
+            expected = three_passes(made)
+        assert len(together) == 2 * SUMS
+        accel.enable(preset="off", fused_norm=True)
+        with counted() as apart:
+            found = three_passes(made)
+        assert not apart
+        for ours, stock in zip(found, expected, strict=True):
+            assert all(map(torch.equal, ours, stock))
+
+
+@needs_native
+def test_evaluation_is_plain_and_loses_nothing() -> None:
+    with one_rank(fused_add_norm=True):
+        made = model("local").train()
+        gradients(made)
+        with counted() as together:
+            with torch.no_grad():
+                made.eval()(torch.randn(TOKENS, 1, HIDDEN), None)
+            assert not together
+            gradients(made.train())
+        assert len(together) == SUMS
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ({}, None),
+        ({"overlap_param_gather": True}, "--overlap-param-gather: a norm's weight may come after"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        ({"recompute_modules": ["core_attn"]}, None),
+        ({"recompute_modules": ["core_attn", "layernorm"]}, "--recompute-modules layernorm"),
+        ({"cuda_graph_impl": "none"}, None),
+        ({"cuda_graph_impl": "local"}, "not with --cuda-graph-impl local"),
+    ],
+)
+def test_what_it_refuses(args: dict[str, Any], line: str | None) -> None:
+    reason = fused_add_norm.FEATURE.refuses(Context("cpu", "0.19.2", SimpleNamespace(**args)))
+    assert (reason is None) if line is None else line in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [({"normalization": "RMSNorm"}, None), ({"normalization": "LayerNorm"}, "LayerNorm")],
+)
+def test_when_it_is_idle(args: dict[str, Any], line: str | None) -> None:
+    reason = fused_add_norm.FEATURE.idle(Context("cpu", "0.19.2", SimpleNamespace(**args)))
+    assert (reason is None) if line is None else line in str(reason)
