@@ -6,8 +6,10 @@ sums. From then on it computes the norm with the sum (`accel.ops.add_rms_norm`),
 there: of five passes over the stream one is saved, and of six in the backward two. Every result has the
 very bits of the sum and `accel.ops.rms_norm` one after the other.
 
-A norm whose input is a copy, as where a layer is computed again in the backward pass, does not find it: a sum
-whose norm nobody took is left alone from then on.
+A norm takes what it finds only if its input still is that sum: unchanged, and a result of the same node of
+autograd's graph, which it no longer is where it comes out of another function, as out of the checkpoint of a
+whole layer. Where a norm's input is a copy, it finds nothing. A sum whose norm nobody took is left alone from
+then on.
 """
 
 from __future__ import annotations
@@ -33,6 +35,24 @@ class Norm(NamedTuple):
 
     def is_same(self, other: Norm) -> bool:
         return self.weight is other.weight and self[1:] == other[1:]
+
+
+class _Note(NamedTuple):
+    """What a sum carries to its norm."""
+
+    of: ResidualSum
+    normed: Tensor | None
+    """With it; None: the norm is not known yet."""
+    version: int
+    """The sum's, as autograd counts changes in place."""
+
+    def holds(self, total: Tensor) -> bool:
+        """Whether `normed` is the norm of `total`, with a gradient that goes where that of `total` goes."""
+        return (
+            self.normed is not None
+            and self.normed.grad_fn is total.grad_fn
+            and self.version == total._version
+        )
 
 
 class ResidualSum:
@@ -61,37 +81,32 @@ class ResidualSum:
             x, residual, norm.weight, norm.eps, bias=bias, zero_centered=norm.zero_centered
         )
         self._unread = True
-        setattr(total, _NOTE, (self, normed))
+        setattr(total, _NOTE, _Note(self, normed, total._version))
         return total
 
-    def watch(self, total: Tensor) -> Tensor:
-        """A sum that was computed alone, of which it is to be learnt who reads it."""
-        if total.requires_grad and not self.alone:
-            setattr(total, _NOTE, (self, None))
+    def watch(self, total: Tensor, x: Tensor) -> Tensor:
+        """A sum with `x` that was computed alone, of which it is to be learnt who reads it."""
+        if x.requires_grad and not self.alone:
+            setattr(total, _NOTE, _Note(self, None, total._version))
         return total
 
-    def read(self, normed: Tensor | None, norm: Norm) -> Tensor | None:
-        """The norm of the last sum, if it is the one that was computed with it."""
-        found = normed if self.norm is not None and self.norm.is_same(norm) else None
-        self.norm, self._unread = norm, False
-        return found
+    def read(self, total: Tensor, note: _Note, norm: Norm) -> Tensor | None:
+        """The norm of `total`, if it is the one that was computed with it."""
+        if note.normed is not None and not note.holds(total):
+            return None  # nobody took it
+        known, self.norm, self._unread = self.norm, norm, False
+        return note.normed if known is not None and known.is_same(norm) else None
 
 
 def norm_of(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor | None:
     """The norm that was computed when x was; None if it was not."""
-    note = vars(x).pop(_NOTE, None)
-    if note is None:
-        return None
-    of, normed = note
-    found: Tensor | None = of.read(normed, Norm(weight, eps, zero_centered))
-    return found
+    note: _Note | None = vars(x).pop(_NOTE, None)
+    return note and note.of.read(x, note, Norm(weight, eps, zero_centered))
 
 
 def _fits(x: Tensor, bias: Tensor | None, residual: Tensor) -> bool:
-    """Whether the two are added as they are, in training; elsewhere the sum may be in x's own memory."""
+    """Whether the two are added as they are, and where gradients are wanted; elsewhere the sum may be in x's
+    own memory. `x` tells that: Megatron adds with gradients on even where the layer is computed without."""
     like = x.dtype == residual.dtype and x.shape == residual.shape and x.device == residual.device
-    if not (
-        x.requires_grad or residual.requires_grad
-    ):  # Megatron adds with gradients on even in evaluation
-        return False
+    like = like and x.requires_grad
     return like and (bias is None or (bias.dtype == x.dtype and bias.shape == x.shape[-1:]))

@@ -51,7 +51,7 @@ class AddThenNorm:
                 return plain(x_with_bias, residual, prob)
             total = self.sum.add(*x_with_bias, residual)
             if total is None:
-                return self.sum.watch(plain(x_with_bias, residual, prob))
+                return self.sum.watch(plain(x_with_bias, residual, prob), x_with_bias[0])
             return total
 
         return add

@@ -10,6 +10,8 @@ import torch.distributed as dist
 import accel
 from accel.testing.distributed import under_torchrun
 
+pytest.register_assert_rewrite("tests.distributed.against_stock")
+
 
 @pytest.fixture
 def gloo_group() -> Iterator[None]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -39,7 +41,7 @@ def pass_through(
     total = None if place is None else place.add(x, bias, stream)
     if total is None:
         total = stream + (x if bias is None else x + bias)
-        total = total if place is None else place.watch(total)
+        total = total if place is None else place.watch(total, x)
     normed = norm_of(total, weight, eps, zero_centered)
     if normed is None:
         normed = rms_norm(total, weight, eps, zero_centered=zero_centered)
@@ -102,6 +104,77 @@ def test_another_norm_computes_its_own_result(change: str) -> None:
     assert not place.alone
 
 
+class Whole(torch.autograd.Function):
+    """A layer as a checkpoint computes it: what is within has no part in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Callable[[Tensor], Tensor], stream: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(stream)
+        return layer(stream)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        stream = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(stream).backward(grad)
+        return None, stream.grad
+
+
+@needs_native
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_sum_that_comes_out_of_a_checkpoint_has_its_gradient(cut: bool) -> None:
+    """Its norm belongs to the graph behind the checkpoint, not to what was computed within.
+
+    `cut`: what is added within wants a gradient of its own.
+    """
+    place, norm = ResidualSum(), (torch.rand(N), 1e-5, False)
+    given, scale = torch.randn(4, N), torch.rand(N).requires_grad_()
+
+    def layer(place: ResidualSum | None, stream: Tensor) -> Tensor:
+        x = stream.sin() * scale
+        if cut and not torch.is_grad_enabled():
+            x = x.detach().requires_grad_()
+        with torch.enable_grad():  # as Megatron adds
+            total = None if place is None else place.add(x, None, stream)
+            if total is not None:
+                return total
+            total = stream + x
+            return total if place is None else place.watch(total, x)
+
+    def gradients(place: ResidualSum | None) -> list[Tensor]:
+        """Of two passes, the second of which begins before the first goes back."""
+        stream = given.clone().requires_grad_()
+        outputs = []
+        for _ in range(2):
+            total = Whole.apply(partial(layer, place), stream)
+            normed = norm_of(total, *norm)
+            outputs.append(rms_norm(total, norm[0], norm[1]) if normed is None else normed)
+        scale.grad = None
+        for each in reversed(outputs):
+            each.sin().sum().backward()
+        assert stream.grad is not None
+        assert scale.grad is not None
+        return [*outputs, stream.grad, scale.grad]
+
+    expected = gradients(None)
+    for _ in range(3):
+        assert all(map(torch.equal, gradients(place), expected))
+
+
+@needs_native
+def test_a_sum_that_was_changed_is_normalized_anew() -> None:
+    place, x, norm = ResidualSum(), torch.randn(4, N).requires_grad_(), (torch.rand(N), 1e-5, False)
+    pass_through(place, x, None, x, *norm)
+    total = place.add(x, None, x)
+    assert total is not None
+    with torch.no_grad():
+        total.mul_(2)
+    assert norm_of(total, *norm) is None
+    pass_through(place, x, None, x, *norm)
+    assert place.alone
+
+
 @needs_native
 def test_a_second_reader_computes_for_itself() -> None:
     """Multi-token prediction reads what the last norm has read."""
@@ -123,5 +196,5 @@ def test_what_is_not_computed_together() -> None:
     assert place.add(x, torch.ones(4, N), x) is None
     frozen = x.detach()
     assert place.add(frozen, None, frozen) is None
-    assert not hasattr(place.watch(frozen + frozen), "accel_residual_sum")
+    assert not hasattr(place.watch(frozen + x, frozen), "accel_residual_sum")
     assert place.add(x, None, x) is not None
