@@ -44,15 +44,17 @@ class Messages:
         receives: Sequence[tuple[Tensor, int]],
         group: dist.ProcessGroup,
     ) -> None:
-        ops = [dist.P2POp(dist.isend, tensor, group=group, group_peer=to) for tensor, to in sends]
-        ops += [
+        # Receives first: gloo tells the sender that it may begin, which would else wait behind what leaves,
+        # so that of two ranks that exchange the later one's values would come after its own have left.
+        ops = [
             dist.P2POp(dist.irecv, into, group=group, group_peer=source)
             for into, source in receives
         ]
+        ops += [dist.P2POp(dist.isend, tensor, group=group, group_peer=to) for tensor, to in sends]
         works: list[Any] = dist.batch_isend_irecv(ops) if ops else []
         one_for_all = len(works) < len(ops)
-        self._sent = [] if one_for_all and receives else works[: len(sends)]
-        self._received = works if one_for_all and receives else works[len(sends) :]
+        self._received = works if one_for_all and receives else works[: len(receives)]
+        self._sent = [] if one_for_all and receives else works[len(receives) :]
         self._kept = sends
         self._into = [into for into, _ in receives]
 

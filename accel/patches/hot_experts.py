@@ -12,6 +12,11 @@ where the first layer runs, and the plan, and with it the last digits, may diffe
 whatever shortens the longest rank. ``--accel-hot-experts-number`` is N by itself, as MindSpeed gives it
 (``--balanced-moe-experts --balanced-moe-hot-expert-num N``).
 
+``--accel-hot-experts-every K`` plans ahead instead, once in K micro-batches from a moving average of the
+counts before, so that the matrices travel beside the attention before the layer: for links that take longer
+for a copy than the experts' products hide, and loads that change slowly. A rank may then get an expert for
+which it has no tokens.
+
 A rank that got copies holds their matrices from the forward to the backward of the layer. Where
 ``moe_overlap`` leaves a layer to stock, its experts are not copied. **Not with** capacities that pad
 (``--moe-pad-expert-input-to-capacity``), where all experts have as many tokens.
@@ -19,12 +24,16 @@ A rank that got copies holds their matrices from the forward to the backward of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from accel.feature import Context, Feature, Setting
-from accel.parallel.experts import overlap
+from accel.parallel.experts import load, overlap
+from accel.patches import _experts
 from accel.patches._settings import whole_number
+from accel.patches.moe_overlap import served
+from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
 
@@ -42,6 +51,47 @@ def parse_price(given: Any) -> float:
     return price
 
 
+def parse_every(given: Any) -> int:
+    return whole_number(given, "micro-batches")
+
+
+def lending_before(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``TransformerLayer._forward_attention``: copies that are planned ahead set out before it."""
+
+    @functools.wraps(original)
+    def _forward_attention(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        lend(self.mlp, hidden_states)
+        return original(self, hidden_states, *args, **kwargs)
+
+    return _forward_attention
+
+
+def lend(mlp: Any, hidden_states: Any) -> None:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    hot = overlap.current().hot
+    if not isinstance(mlp, MoELayer) or hot is None or hot.every is None:
+        return
+    mlp.accel_loan = None
+    if mlp.training and served(mlp):
+        mlp.accel_ahead = ahead = getattr(mlp, "accel_ahead", None) or overlap.Ahead()
+        experts = _experts.experts_of(mlp.experts, hidden_states)
+        mlp.accel_loan = hot.lend(ahead, mlp.token_dispatcher.ep_group, experts)
+
+
+def noting_counts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``routed_experts_compute``: the next plans are of these counts too."""
+
+    @functools.wraps(original)
+    def routed_experts_compute(self: Any, hidden_states: Any, probs: Any) -> Any:
+        ahead = getattr(self, "accel_ahead", None)
+        if ahead is not None and self.training and not load.computing_again() and served(self):
+            ahead.note(self.token_dispatcher.accel_counts)
+        return original(self, hidden_states, probs)
+
+    return routed_experts_compute
+
+
 def refused(context: Context) -> str | None:
     if getattr(context.args, "moe_pad_expert_input_to_capacity", False):
         return "--moe-pad-expert-input-to-capacity gives every expert as many tokens"
@@ -53,8 +103,10 @@ def idle(context: Context) -> str | None:
     return "there is one expert-parallel rank" if ranks == 1 else None
 
 
-def switch_on(value: int, number: int | None, price: float | None) -> Callable[[], None]:
-    return overlap.copy_hot_experts(value if number is None else number, price)
+def switch_on(
+    value: int, number: int | None, price: float | None, every: int | None
+) -> Callable[[], None]:
+    return overlap.copy_hot_experts(value if number is None else number, price, every)
 
 
 FEATURE = Feature(
@@ -87,6 +139,27 @@ FEATURE = Feature(
             summary="rows of work that a copy must save; measured by default",
             parse=parse_price,
         ),
+        Setting(
+            name="every",
+            metavar="K",
+            summary="plan ahead, once in K micro-batches; by default for each from its own tokens",
+            parse=parse_every,
+        ),
     ),
     switch_on=switch_on,
+    patches=(
+        Patch(
+            target="megatron.core.transformer.transformer_layer:TransformerLayer._forward_attention",
+            replacement="accel.patches.hot_experts:lending_before",
+            how="wrap",
+            why="Copies that are planned ahead travel beside the attention.",
+        ),
+        Patch(
+            target="megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute",
+            replacement="accel.patches.hot_experts:noting_counts",
+            how="wrap",
+            expects=("self", "hidden_states", "probs"),
+            why="Plans that are made ahead are of the counts of the micro-batches before.",
+        ),
+    ),
 )

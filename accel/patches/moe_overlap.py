@@ -173,12 +173,13 @@ def there_and_back(original: Callable[..., Any]) -> Callable[..., Any]:
         experts = _experts.experts_of(self.experts, hidden_states)
         beside, beside_input = getattr(self, "accel_beside", None) or (None, None)
         group = dispatcher.ep_group
-        plan = overlap.current()
-        traffic = plan.traffic(dispatcher.accel_counts, group, experts)
+        plan, loan = overlap.current(), getattr(self, "accel_loan", None)
+        self.accel_loan = None
+        traffic = plan.traffic(dispatcher.accel_counts, group, experts, loan)
         if plan.hot is not None and self.training:
             plan.hot.note(layer_of(self.router), traffic, group, experts)
         output, shared = routed_experts(
-            hidden_states, probs, traffic, group, experts, beside, beside_input
+            hidden_states, probs, traffic, group, experts, beside, beside_input, loan
         )
         self.accel_beside = None
         self.accel_shared = shared

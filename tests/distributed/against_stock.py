@@ -38,9 +38,9 @@ def check_training(
     """
     shown = [f for f in training.MODEL if kind != "tied" or f != UNTIED]
     with mock.patch.object(training, "MODEL", shown):
-        model = KINDS.get(kind, [])
-        expected = _run(fresh_store, flags, *model, *stock, bf16=bf16)
-        found = _run(fresh_store, flags, *model, *ours, bf16=bf16)
+        given = " ".join([*KINDS.get(kind, []), flags])  # the later of two wins
+        expected = _run(fresh_store, given, *stock, bf16=bf16)
+        found = _run(fresh_store, given, *ours, bf16=bf16)
     if tolerance:
         for one, other in zip(found, expected, strict=True):
             assert list(map(float, one)) == pytest.approx(list(map(float, other)), rel=tolerance)

@@ -3,16 +3,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
+import torch
+
+from accel.parallel.experts.exchange import Loan
+from accel.parallel.experts.plan import Copy
 
 from .against_stock import FreshStore, check_training
 
 OVERLAP = ["--accel-moe-overlap", "--accel-moe-overlap-slices", "2"]
 HOT = [*OVERLAP, "--accel-hot-experts", "3", "--accel-hot-experts-price", "0"]
+AHEAD = [*HOT, "--accel-hot-experts-every", "2"]
 STOCK = ["--no-accel-moe-overlap"]
+
+LAYER_PASSES = 4 * 4 * 2
+"""Of a rank: iterations, layers, micro-batches."""
 
 LOCAL = "--transformer-impl local"
 GROUPED = "--moe-grouped-gemm"
+EIGHT = "--num-experts 8 --moe-router-topk 3"
 EP2 = "--expert-model-parallel-size 2"
 SHARED = "--moe-shared-expert-intermediate-size 48"
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -20,7 +32,7 @@ LAYOUTS = {
     "local": f"{EP2} {LOCAL}",
     "local_grouped_with_permute_fusion": f"{EP2} {LOCAL} {GROUPED} --moe-permute-fusion",
     "te_shaped": f"{EP2} {GROUPED}",
-    "one_expert_each": f"{EP2} {LOCAL} --num-experts 2 --moe-router-topk 1",
+    "one_expert_each": f"{EP2} {LOCAL} --num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax",
     "shared_experts": f"{EP2} {GROUPED} {SHARED}",
     "shared_experts_in_steps": f"{EP2} {LOCAL} {SHARED} --moe-shared-expert-overlap",
     "capacity": f"{EP2} {LOCAL} --moe-expert-capacity-factor 0.6",
@@ -31,13 +43,15 @@ LAYOUTS = {
     "recomputed": f"{EP2} {GROUPED} --recompute-granularity selective --recompute-modules moe",
     "recomputed_activation": f"{EP2} {GROUPED} --recompute-granularity selective "
     "--recompute-modules moe_act",
+    "recomputed_wholly": f"{EP2} {LOCAL} --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
     "tp2_with_whole_experts": f"{EP2} --tensor-model-parallel-size 2 --sequence-parallel "
     f"--expert-tensor-parallel-size 1 {GROUPED} {SHARED}",
     "pp2_without_other_ranks": f"--pipeline-model-parallel-size 2 {LOCAL}",
 }
 FOUR = {
     "pp2": f"{EP2} --pipeline-model-parallel-size 2 {GROUPED}",
-    "ep4": f"--expert-model-parallel-size 4 {LOCAL} --num-experts 8 --moe-router-topk 3",
+    "ep4": f"--expert-model-parallel-size 4 {LOCAL} {EIGHT}",
     "tp2_ep4": "--expert-model-parallel-size 4 --tensor-model-parallel-size 2 --sequence-parallel "
     f"--expert-tensor-parallel-size 1 {GROUPED} {SHARDED}",
 }
@@ -49,14 +63,56 @@ def test_trains_as_stock(layout: str, fresh_store: FreshStore) -> None:
     check_training("moe", LAYOUTS[layout], OVERLAP, STOCK, fresh_store, 1e-6, bf16=False)
 
 
+@pytest.fixture
+def lent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each loan that was made, how many copies."""
+    found: list[int] = []
+
+    def noted(self: Loan, copies: Iterable[Copy], *args: Any) -> None:
+        init(self, copies, *args)
+        found.append(len(self.copies))
+
+    init = Loan.__init__
+    monkeypatch.setattr(Loan, "__init__", noted)
+    return found
+
+
+@pytest.fixture
+def skewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers prefer the first experts."""
+    from megatron.core.transformer.moe.router import Router
+
+    gating = Router.gating
+    monkeypatch.setattr(
+        Router,
+        "gating",
+        lambda self, x: gating(self, x) + torch.linspace(0.3, -0.3, self.config.num_moe_experts),
+    )
+
+
+@pytest.mark.usefixtures("skewed")
 @pytest.mark.parametrize("layout", ["local", "shared_experts", "added_to_main_grads", "recomputed"])
 @pytest.mark.distributed(world_size=2)
-def test_hot_experts_train_as_stock(layout: str, fresh_store: FreshStore) -> None:
-    check_training("moe", LAYOUTS[layout], HOT, STOCK, fresh_store, 1e-6, bf16=False)
+def test_hot_experts_train_as_stock(layout: str, fresh_store: FreshStore, lent: list[int]) -> None:
+    check_training("moe", f"{LAYOUTS[layout]} {EIGHT}", HOT, STOCK, fresh_store, 1e-6, bf16=False)
+    assert sum(n > 0 for n in lent) >= LAYER_PASSES // 2
+
+
+@pytest.mark.usefixtures("skewed")
+@pytest.mark.parametrize(
+    "layout", ["local", "shared_experts", "sharded_optimizer", "recomputed_wholly"]
+)
+@pytest.mark.distributed(world_size=2)
+def test_copies_that_are_planned_ahead_train_as_stock(
+    layout: str, fresh_store: FreshStore, lent: list[int]
+) -> None:
+    """They set out before the attention of a layer, also when it is computed again."""
+    check_training("moe", f"{LAYOUTS[layout]} {EIGHT}", AHEAD, STOCK, fresh_store, 1e-6, bf16=False)
+    assert sum(n > 0 for n in lent) >= LAYER_PASSES // 2
 
 
 @pytest.mark.parametrize("layout", FOUR)
-@pytest.mark.parametrize("ours", [OVERLAP, HOT], ids=["overlap", "hot"])
+@pytest.mark.parametrize("ours", [OVERLAP, HOT, AHEAD], ids=["overlap", "hot", "ahead"])
 @pytest.mark.distributed(world_size=4)
 def test_trains_as_stock_on_four(ours: list[str], layout: str, fresh_store: FreshStore) -> None:
     check_training("moe", FOUR[layout], ours, STOCK, fresh_store, 1e-6, bf16=False)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel.parallel.experts.exchange import Experts, routed_experts
+from accel.parallel.experts.exchange import Experts, Loan, routed_experts
 from accel.parallel.experts.plan import Copy
 from accel.parallel.experts.traffic import Traffic
 
@@ -111,7 +111,11 @@ class Layer:
         }
 
     def found(
-        self, dtype: torch.dtype, into_main_grad: bool = False, **traffic: Any
+        self,
+        dtype: torch.dtype,
+        into_main_grad: bool = False,
+        lent_before: bool = False,
+        **traffic: Any,
     ) -> dict[str, Any]:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         mine = slice(rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks)
@@ -126,8 +130,14 @@ class Layer:
             (layers[0], layers[1]),
             into_main_grad,
         )
+        loan, each = None, EXPERTS // ranks
+        if lent_before:
+            owners = (lambda e: e // each, lambda e: e % each)
+            loan = Loan(traffic["copies"], dist.group.WORLD, experts, *owners)
+            dist.barrier()  # as the counts' collective comes between
         y, _ = routed_experts(
-            x, probs, Traffic(self.counts, rank, **traffic), dist.group.WORLD, experts
+            *(x, probs, Traffic(self.counts, rank, **traffic), dist.group.WORLD, experts),
+            loan=loan,
         )
         y.backward(self.dy[rank].to(dtype))
         of = (lambda w: w.main_grad) if into_main_grad else (lambda w: w.grad)
@@ -164,7 +174,12 @@ def test_copies_change_nothing(ranks: int, kind: str) -> None:
     some = {copy for copy in everywhere if (copy.expert + copy.rank) % 3 == 0}
     one = {copy for copy in everywhere if copy.expert == 0}
     for copies in (everywhere, some, one):
-        layer.check(layer.found(torch.float64, copies=frozenset(copies), slices=2), 1e-12)
+        found = layer.found(torch.float64, copies=frozenset(copies), slices=2)
+        layer.check(found, 1e-12)
+        before = layer.found(torch.float64, lent_before=True, copies=frozenset(copies), slices=2)
+        assert torch.equal(before["y"], found["y"])
+        assert torch.equal(before["dx"], found["dx"])
+        assert all(map(torch.equal, before["dw"], found["dw"]))
 
 
 @pytest.mark.parametrize("into_main_grad", [False, True])
@@ -236,6 +251,16 @@ def test_bad_input_is_one_error() -> None:
     with pytest.raises(ValueError, match="counts of 2 ranks as rank"):
         routed_experts(
             layer.x[rank], layer.probs[rank], Traffic(counts, 1 - rank), dist.group.WORLD, experts
+        )
+    loan = Loan([], dist.group.WORLD, Experts(experts.mlp, ([torch.ones(1)] * 4,) * 2), int, int)
+    with pytest.raises(ValueError, match=r"a loan of \[\] for copies \[Copy\(expert=0, rank=1\)\]"):
+        routed_experts(
+            layer.x[rank],
+            layer.probs[rank],
+            Traffic(counts, rank, frozenset({Copy(0, 1)})),
+            dist.group.WORLD,
+            experts,
+            loan=loan,
         )
     with pytest.raises(ValueError, match="7 experts on 2 ranks"):
         Traffic([row[:7] for row in counts], rank)

@@ -146,7 +146,7 @@ def plans(problem: Problem) -> Iterable[list[tuple[int, int]]]:
 
 
 def test_near_the_best_of_all_plans() -> None:
-    """3 ranks, 4 experts anywhere: J at most half more than the least, mostly the least."""
+    """3 ranks, 4 experts anywhere: J at most a third more than the least, mostly the least."""
     generator = random.Random(0)
     ratios = []
     for _ in range(400):
@@ -159,9 +159,9 @@ def test_near_the_best_of_all_plans() -> None:
         )
         least = min(cost(problem, copies) for copies in plans(problem))
         ratios.append(cost(problem, plan_copies(*problem)) / least)
-    assert max(ratios) <= 1.5
-    assert statistics.fmean(ratios) <= 1.03
-    assert sum(ratio == 1 for ratio in ratios) > 0.7 * len(ratios)
+    assert max(ratios) <= 1.34
+    assert statistics.fmean(ratios) <= 1.02
+    assert sum(ratio == 1 for ratio in ratios) > 0.75 * len(ratios)
 
 
 def test_one_hot_expert_by_hand() -> None:
@@ -201,9 +201,9 @@ def test_nothing_to_plan() -> None:
 
 @pytest.mark.parametrize("shuffled", [True, False], ids=["shuffled", "hot ones on one rank"])
 def test_zipf_distributed_experts(shuffled: bool) -> None:
-    """16 experts on 4 ranks, 4 copied: from twice the mean and more to 1.15 of it."""
+    """16 experts on 4 ranks, 4 copied: from twice the mean and more to 1.15 of it, and less."""
     before, after, greedy, eplb = [], [], [], []
-    for seed in range(100):
+    for seed in range(300):
         counts, owners = zipf(seed, 4, 16, 4096, shuffled)
         plan = plan_copies(counts, owners, 4, 16)
         before.append(longest_over_mean(rank_loads(counts, owners)))
@@ -212,7 +212,7 @@ def test_zipf_distributed_experts(shuffled: bool) -> None:
         greedy.append(longest_over_mean(rank_loads(counts, place_greedy(totals, 4))))
         eplb.append(longest_over_mean(slot_loads(totals, place_eplb(totals, 4, 20))))
     assert statistics.median(before) >= (1.8 if shuffled else 2.6)
-    assert max(after) <= 1.15
+    assert max(after) <= 1.11
     assert statistics.median(after) <= 1.06
     # a whole expert is longer than the mean: only parts of it can be even
     assert min(greedy) > 1.5

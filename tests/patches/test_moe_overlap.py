@@ -59,9 +59,31 @@ def test_number_of_hot_experts(wishes: dict[str, Any], most: int) -> None:
     undo()
 
 
+@pytest.mark.parametrize(("given", "every"), [({}, None), ({"hot_experts_every": "4"}, 4)])
+def test_how_often_copies_are_planned(given: dict[str, Any], every: int | None) -> None:
+    wishes = {"hot_experts": "2", **given}
+    undo = overlap.switch_on(**values(wishes)["moe_overlap"])
+    off = hot_experts.switch_on(**values(wishes)["hot_experts"])
+    hot = overlap.current().hot
+    assert hot is not None
+    assert hot.every == every
+    off()
+    undo()
+
+
+def test_what_is_known_before_tokens_are_routed() -> None:
+    ahead, due = overlap.Ahead(), []
+    for rows in (10, 20, 20, 20, 20):
+        due.append(ahead.due(3))
+        ahead.note([[rows, 0], [2 * rows, 0]])
+    assert due == [False, True, False, False, True]
+    assert ahead.average[1] == pytest.approx([2 * (20 - 10 * 0.9**4), 0])
+
+
 @pytest.mark.parametrize(
     ("wishes", "says"),
     [
+        ({"hot_experts": "2", "hot_experts_every": "0"}, "--accel-hot-experts-every: '0'"),
         ({"hot_experts": "0"}, "--accel-hot-experts: '0' is no number of experts to be copied"),
         ({"hot_experts": "many"}, "--accel-hot-experts: 'many' is no number"),
         ({"hot_experts": "2", "hot_experts_price": "-1"}, "--accel-hot-experts-price: '-1'"),

@@ -8,7 +8,8 @@
 Letters     P  rows of this rank, one for each choice of each token, those of expert 0 first;   H  hidden
 Copies      of an expert on a rank that does not own it (`plan.Copy`): the weights come there instead of that
             rank's rows going to the owner, and their gradients go back and are added there. The routing is
-            the same, so the results are.
+            the same, so the results are. They travel beside the layer's own products, or as a `Loan` that
+            was made earlier, beside the attention before the layer.
 Bits        rows have those of the products of their piece. A weight's gradient is one product over all rows
             on its owner in the order of their ranks, as it is without overlap; those of rows that copies took
             are added to it, in the order of ranks.
@@ -17,7 +18,7 @@ Memory      what autograd keeps of each piece anyway; copies, until the backward
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +30,11 @@ from accel.ops import grouped_gemm
 from accel.ops.grouped_gemm import accumulate_wgrad
 from accel.parallel.collectives import Messages
 from accel.parallel.experts.journey import Journey
+from accel.parallel.experts.plan import Copy
 from accel.parallel.experts.traffic import Piece, Traffic
 from accel.parallel.linear import main_grad_of, weight_gradient_added
 
-__all__ = ["Experts", "routed_experts"]
+__all__ = ["Experts", "Loan", "routed_experts"]
 
 Product = Callable[[Tensor], Tensor]
 """Rows times the matrices of their experts."""
@@ -56,6 +58,47 @@ class Experts:
     into_main_grad: bool = False
 
 
+class Loan:
+    """Matrices of experts on their way to the ranks that have copies of them.
+
+    Args:
+        copies: of all ranks, the same on each.
+        owner: the rank of an expert.
+        local: which of `experts`' matrices an expert's is, on its owner.
+    """
+
+    def __init__(
+        self,
+        copies: Iterable[Copy],
+        group: dist.ProcessGroup,
+        experts: Experts,
+        owner: Callable[[int], int],
+        local: Callable[[int], int],
+    ) -> None:
+        self.copies = frozenset(copies)
+        rank, layers = group.rank(), [[w.detach() for w in of] for of in experts.weights]
+        in_order = sorted(self.copies)
+        lent = [c for c in in_order if owner(c.expert) == rank]
+        self._came: dict[int, Pair] = {
+            c.expert: ([torch.empty_like(layers[0][0])], [torch.empty_like(layers[1][0])])
+            for c in in_order
+            if c.rank == rank
+        }
+        sends = [(of[local(c.expert)], c.rank) for c in lent for of in layers]
+        receives = [(w[0], owner(e)) for e, pair in self._came.items() for w in pair]
+        self._messages = Messages(sends, receives, group)
+
+    def received(self, expert: int) -> Pair:
+        """The matrices of an expert of which this rank has a copy."""
+        self._messages.wait_received()
+        return self._came[expert]
+
+    def wait(self) -> None:
+        """Until all came, and nothing that was lent is read any more."""
+        self._messages.wait_received()
+        self._messages.wait_sent()
+
+
 def routed_experts(
     x: Tensor,
     probs: Tensor,
@@ -64,6 +107,7 @@ def routed_experts(
     experts: Experts,
     beside: Callable[[Tensor], Tensor] | None = None,
     beside_input: Tensor | None = None,
+    loan: Loan | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Send rows to their experts, compute them, and bring the results home.
 
@@ -74,12 +118,13 @@ def routed_experts(
         experts: those of this rank.
         beside: done while rows are under way, on `beside_input`: the shared experts. So is its backward,
             in which its parameters get their gradients.
+        loan: of the copies of `traffic`, if it was made before.
 
     Returns:
         `[P, H]`, each row's result in its place, and what `beside` gave.
 
     Raises:
-        ValueError: counts that do not fit the group, x or probs.
+        ValueError: counts that do not fit the group, x or probs; a loan of other copies.
     """
     rows = sum(traffic.mine)
     if len(traffic.counts) != group.size() or traffic.rank != group.rank():
@@ -92,7 +137,11 @@ def routed_experts(
             f"routed_experts: x must be [{rows}, H] and probs [{rows}] by the counts of rank {traffic.rank}, "
             f"got {list(x.shape)} and {list(probs.shape)}"
         )
-    run = _Run(traffic, group, experts, beside, keep=torch.is_grad_enabled())
+    if loan is not None and loan.copies != traffic.copies:
+        raise ValueError(
+            f"routed_experts: a loan of {sorted(loan.copies)} for copies {sorted(traffic.copies)}"
+        )
+    run = _Run(traffic, group, experts, beside, loan, keep=torch.is_grad_enabled())
     return _Routed.apply(x, probs, beside_input, run, *experts.weights[0], *experts.weights[1])
 
 
@@ -174,10 +223,11 @@ class _Run:
         group: dist.ProcessGroup,
         experts: Experts,
         beside: Callable[[Tensor], Tensor] | None,
+        loan: Loan | None,
         keep: bool,
     ) -> None:
         self.traffic, self.group, self.experts = traffic, group, experts
-        self.beside, self.keep = beside, keep
+        self.beside, self.loan, self.keep = beside, loan, keep
 
     def forward(
         self, x: Tensor, probs: Tensor, beside_input: Tensor | None
@@ -185,7 +235,7 @@ class _Run:
         x, probs = x.detach().contiguous(), probs.detach().contiguous()
         y = torch.empty_like(x)
         journey = Journey(self.traffic, self.group, x, y, probs)
-        borrowed, weights = self._borrow()
+        loan, self.loan = self.loan or self._lend(), None
         journey.ask()
         beside_y = self._beside_forward(beside_input)
         self.own = [self._here(piece, self._own(piece), x, probs) for piece in self.traffic.own()]
@@ -196,13 +246,14 @@ class _Run:
             rows = journey.arrived(index)
             self.arriving.append(_Computed(piece, rows, scalars[index], self._own(piece)))
             journey.send_home(index, self.arriving[index].forward(self.experts.mlp, self.keep))
-        borrowed.wait_received()
-        guests = zip(self.traffic.guests(), weights, strict=True)
-        self.guests = [self._here(*guest, x, probs) for guest in guests]
+        self.guests = [
+            self._here(guest, loan.received(guest.experts[0]), x, probs)
+            for guest in self.traffic.guests()
+        ]
         for computed in (*self.guests, self.own[1]):
             self._compute(computed, y)
         journey.wait()
-        borrowed.wait_sent()
+        loan.wait()
         return y, beside_y
 
     def backward(
@@ -274,17 +325,9 @@ class _Run:
     def _local(self, expert: int) -> int:
         return expert - self.traffic.owned(self.traffic.rank).start
 
-    def _borrow(self) -> tuple[Messages, list[Pair]]:
-        """Lend the copies of this rank's experts; what is under way, and the guests' matrices."""
-        layers = [[w.detach() for w in weights] for weights in self.experts.weights]
-        sends = [(w[self._local(c.expert)], c.rank) for c in self.traffic.lent() for w in layers]
-        guests: list[Pair] = [
-            ([torch.empty_like(layers[0][0])], [torch.empty_like(layers[1][0])])
-            for _ in self.traffic.guests()
-        ]
-        owners = [self.traffic.owner(piece.experts[0]) for piece in self.traffic.guests()]
-        receives = [(w[0], q) for pair, q in zip(guests, owners, strict=True) for w in pair]
-        return Messages(sends, receives, self.group), guests
+    def _lend(self) -> Loan:
+        traffic = self.traffic
+        return Loan(traffic.copies, self.group, self.experts, traffic.owner, self._local)
 
     def _give_back(self) -> tuple[Messages, list[Tensor]]:
         """Send the gradients of the guests' matrices; what is under way, and those of the copies that were

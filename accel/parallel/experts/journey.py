@@ -2,9 +2,10 @@
 
 Order      between two ranks: the scalars and the rows of all slices, then whatever else the caller sends,
            then what comes home, slice after slice. Every rank keeps it.
-Waiting    On a host, all that is to come is asked for at once, so that nobody waits for a slower rank to ask.
-           On devices each slice's homecoming is a step in which all ranks send and receive, as a stream takes
-           one step after the other.
+Waiting    On a host, all that is to come is asked for at once and before anything is sent: nobody waits for
+           a slower rank to ask, nor does the asking wait behind what leaves. On devices each slice's
+           homecoming is a step in which all ranks send and receive, as a stream takes one step after the
+           other.
 """
 
 from __future__ import annotations
@@ -46,13 +47,18 @@ class Journey:
         self.pieces = [traffic.arriving(index) for index in self.slices]
         self._came = [rows.new_empty(piece.rows, rows.shape[1]) for piece in self.pieces]
         self._messages: list[Messages] = []
+        self._asked = rows.device.type == "cpu"
         if scalars is not None:
             self._scalars = [scalars.new_empty(piece.rows) for piece in self.pieces]
             self._with = {q: scalars.new_empty(n) for q, n in self._number_from().items()}
             out = [(torch.cat([scalars[r] for r in rs]), q) for q, rs in self._places_of().items()]
             self._scalars_out = self._post(out, [(into, q) for q, into in self._with.items()])
-        self._out = [self._post(self._leaving(rows, i), self._into(i)) for i in self.slices]
-        self._asked = rows.device.type == "cpu"
+        if self._asked:
+            self._out = [self._post([], self._into(i)) for i in self.slices]
+            for i in self.slices:
+                self._post(self._leaving(rows, i), [])
+        else:
+            self._out = [self._post(self._leaving(rows, i), self._into(i)) for i in self.slices]
 
     def ask(self) -> None:
         """Before anything is sent home: ask for all that comes home here."""

@@ -5,7 +5,8 @@
              for each size of expert, on the slowest rank; a price that is given is taken instead
 
 A copy travels beside other work, so the price is the most that it can cost. Ranks plan alike: from the same
-counts and the same price.
+counts and the same price. A plan is of a micro-batch's own counts, and then made once they are known; or
+`Ahead`, from those of the micro-batches before, so that copies travel beside the attention before the layer.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from torch import Tensor
 
 from accel.parallel.collectives import Messages
 from accel.parallel.experts import load
-from accel.parallel.experts.exchange import Experts
-from accel.parallel.experts.plan import Copy, plan_copies, rank_loads
+from accel.parallel.experts.exchange import Experts, Loan
+from accel.parallel.experts.plan import Copy, moving_average, plan_copies, rank_loads
 from accel.parallel.experts.traffic import Traffic
 
-__all__ = ["Cost", "HotExperts", "Overlap", "copy_hot_experts", "current", "switch_on"]
+__all__ = ["Ahead", "Cost", "HotExperts", "Overlap", "copy_hot_experts", "current", "switch_on"]
 
 logger = logging.getLogger("accel")
 
@@ -42,17 +43,54 @@ class Cost(NamedTuple):
     row: float
 
 
+class Ahead:
+    """What is known of one layer before its tokens are routed: a moving average of its counts, and the copies
+    that were planned from it."""
+
+    def __init__(self) -> None:
+        self.average: list[list[float]] = []
+        self.copies: frozenset[Copy] = frozenset()
+        self._seen = 0
+
+    def note(self, counts: Sequence[Sequence[int]]) -> None:
+        """Of one micro-batch, on all ranks alike."""
+        before: Sequence[list[float] | None] = self.average or [None] * len(counts)
+        self.average = [moving_average(old, new) for old, new in zip(before, counts, strict=True)]
+        self._seen += 1
+
+    def due(self, every: int) -> bool:
+        """Whether to plan again: with the second micro-batch, then after `every` more each."""
+        return self._seen > 0 and (self._seen - 1) % every == 0
+
+
 class HotExperts:
     """Which experts are copied.
 
     Args:
         most: of a layer, for each micro-batch.
         price: see above; None: it is measured.
+        every: plans are made ahead, each for so many micro-batches; None: for each from its own counts.
     """
 
-    def __init__(self, most: int, price: float | None = None) -> None:
-        self.most, self.given = most, price
+    def __init__(self, most: int, price: float | None = None, every: int | None = None) -> None:
+        self.most, self.given, self.every = most, price, every
         self.costs: dict[tuple[object, ...], Cost] = {}
+
+    def lend(self, ahead: Ahead, group: dist.ProcessGroup, experts: Experts) -> Loan | None:
+        """Before a layer's tokens are routed: the copies that are planned for it set out.
+
+        All ranks of the group ask alike.
+        """
+        if self.every is None:
+            return None
+        if ahead.due(self.every) and not load.computing_again():
+            counts = [[round(rows) for rows in of_rank] for of_rank in ahead.average]
+            ahead.copies = self.copies(counts, group, experts)
+        if not ahead.copies:
+            return None
+        owners = owners_of(ahead.average)
+        first = owners.index(group.rank())
+        return Loan(ahead.copies, group, experts, owners.__getitem__, lambda e: e - first)
 
     def copies(
         self, counts: Sequence[Sequence[int]], group: dist.ProcessGroup, experts: Experts
@@ -99,7 +137,7 @@ class HotExperts:
         load.note_copies(layer, before, after, each * len(traffic.copies), saved)
 
 
-def owners_of(counts: Sequence[Sequence[int]]) -> list[int]:
+def owners_of(counts: Sequence[Sequence[float]]) -> list[int]:
     """The ranks of the experts: as many each, in order."""
     ranks, num_experts = len(counts), len(counts[0])
     return [e * ranks // num_experts for e in range(num_experts)]
@@ -163,11 +201,21 @@ class Overlap:
         self.hot: HotExperts | None = None
 
     def traffic(
-        self, counts: Sequence[Sequence[int]], group: dist.ProcessGroup, experts: Experts
+        self,
+        counts: Sequence[Sequence[int]],
+        group: dist.ProcessGroup,
+        experts: Experts,
+        loan: Loan | None = None,
     ) -> Traffic:
-        """All ranks of the group ask alike."""
+        """All ranks of the group ask alike.
+
+        Args:
+            loan: of the copies that have set out.
+        """
         slices = min(self.slices, len(experts.weights[0]))
-        copies = self.hot.copies(counts, group, experts) if self.hot else frozenset()
+        copies: frozenset[Copy] = loan.copies if loan else frozenset()
+        if self.hot and self.hot.every is None:
+            copies = self.hot.copies(counts, group, experts)
         return Traffic(counts, group.rank(), copies, slices)
 
 
@@ -180,13 +228,15 @@ def switch_on(slices: int) -> Callable[[], None]:
     return _CURRENT.clear
 
 
-def copy_hot_experts(most: int, price: float | None) -> Callable[[], None]:
+def copy_hot_experts(
+    most: int, price: float | None, every: int | None = None
+) -> Callable[[], None]:
     """Once it is switched on; returns what ends that.
 
     Raises:
         IndexError: it is not.
     """
-    current().hot = HotExperts(most, price)
+    current().hot = HotExperts(most, price, every)
 
     def off() -> None:
         for overlap in _CURRENT:

@@ -11,14 +11,15 @@
 Routing never changes, and so no result does. `plan_copies` looks for a small J. It relieves the longest rank,
 again and again, by the copy that leaves the longer of its two ranks shortest. Where none helps, the rank's
 expert with the most rows elsewhere joins those that are copied. Each time that happens, copies without which
-J would be no larger are left out, and the smallest J is the plan. It is not always the least there is: other
-experts may be the better ones to copy.
+J would be no larger are left out, and the smallest J is the plan. Where that is above `EVEN_ENOUGH` of the
+mean, chains are tried too: a copy that makes another rank the longest, which then hands on rows of its own.
+It is not always the least there is: other experts may be the better ones to copy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 __all__ = [
@@ -33,6 +34,10 @@ __all__ = [
     "slot_loads",
 ]
 
+
+EVEN_ENOUGH = 1.05
+"""Of the mean. Of 16 experts on 4 ranks by Zipf's law, up to 4 copied, one in ten of 200 draws has more: the
+worst 1.16, with chains 1.10. A plan takes 0.1 ms, with chains 0.5; of 64 experts on 8 ranks 0.2 and 0.8."""
 
 _Number = TypeVar("_Number", int, float)
 
@@ -96,19 +101,30 @@ def plan_copies(
         raise ValueError(f"most must be 0 or more, got {most!r}")
     if not (math.isfinite(price) and price >= 0):
         raise ValueError(f"price must be finite and not negative, got {price!r}")
-    relief = _Relief(counts, owners)
+    start = _Relief(counts, owners)
+    plan, cost = _plan(start.fork(), most, price, _Relief.next)
+    if cost > EVEN_ENOUGH * sum(start.loads) / len(start.loads):
+        other, less = _plan(start, most, price, _Relief.next_by_chains)
+        plan = other if less < cost else plan
+    return tuple(sorted(plan))
+
+
+def _plan(
+    relief: _Relief, most: int, price: float, step: Callable[[_Relief], _Relief | None]
+) -> tuple[list[Copy], float]:
+    """The copies after those of up to `most` steps whose J is smallest, and that J."""
     plan: list[Copy] = []
     best: float = max(relief.loads)
     for _ in range(most):
-        if not relief.open():
+        after = step(relief)
+        if after is None:
             break
-        while relief.step():
-            pass
+        relief = after
         if max(relief.loads) + price < best:
             cost, copies = relief.worthwhile(price)
             if cost < best:
                 best, plan = cost, copies
-    return tuple(sorted(plan))
+    return plan, best
 
 
 class _Relief:
@@ -128,6 +144,36 @@ class _Relief:
         self.copies: list[tuple[int, int, int]] = []
         """(rows, e, r)."""
 
+    def fork(self) -> _Relief:
+        """Another one that goes on from here."""
+        other = object.__new__(_Relief)
+        other.counts, other.owners = self.counts, self.owners
+        other.loads, other.copies = self.loads.copy(), self.copies.copy()
+        other.closed = [experts.copy() for experts in self.closed]
+        other.missing = [{e: rows.copy() for e, rows in of.items()} for of in self.missing]
+        return other
+
+    def next(self) -> _Relief | None:
+        """This one, with one more expert copied as far as that helps; None: no copy of another one does."""
+        if not self.open():
+            return None
+        while self.step():
+            pass
+        return self
+
+    def next_by_chains(self) -> _Relief | None:
+        """As `next`, or after a copy that makes its rank the longest, whose expert is next: the shorter."""
+        q = self.loads.index(max(self.loads))
+        found = [self.fork()]
+        for e, missing in self.missing[q].items():
+            for minus, r in missing:
+                pushed = self.fork()
+                pushed.lend(q, r, e, -minus)
+                if pushed.loads.index(max(pushed.loads)) == r:
+                    found.append(pushed)
+        after = [each for each in map(_Relief.next, found) if each is not None]
+        return min(after, key=lambda each: sorted(each.loads, reverse=True), default=None)
+
     def open(self) -> bool:
         """One more of the longest rank's experts may be copied; False: no copy would help."""
         top = max(self.loads)
@@ -145,22 +191,26 @@ class _Relief:
         loads = self.loads
         top = shortest = max(loads)
         q = loads.index(top)
-        copy: tuple[int, int, int] | None = None
+        best: tuple[int, int, int] | None = None
         for e, missing in self.missing[q].items():
             for minus, r in missing:
                 if top + minus >= shortest:
                     break
                 longer = max(top + minus, loads[r] - minus)
                 if longer < shortest:
-                    shortest, copy = longer, (-minus, e, r)
-        if copy is None:
+                    shortest, best = longer, (-minus, e, r)
+        if best is None:
             return False
-        rows, e, r = copy
-        self.missing[q][e].remove((-rows, r))
-        self.copies.append(copy)
-        loads[q] -= rows
-        loads[r] += rows
+        rows, e, r = best
+        self.lend(q, r, e, rows)
         return True
+
+    def lend(self, q: int, r: int, e: int, rows: int) -> None:
+        """Rank r computes its own rows of an expert of q that may be copied."""
+        self.missing[q][e].remove((-rows, r))
+        self.copies.append((rows, e, r))
+        self.loads[q] -= rows
+        self.loads[r] += rows
 
     def worthwhile(self, price: float) -> tuple[float, list[Copy]]:
         """J, and the copies, less those without which J is no larger: few rows first."""
