@@ -8,8 +8,8 @@ specs, whose norms are modules or parts of linear layers, and the norm behind th
 
 Where dropout is on, the stream is kept in fp32 (``--fp32-residual-connection``), or a layer is computed again
 as a whole, so that its norm reads a copy, the two are computed apart. **Not with** norms that are
-recomputed, with ``--overlap-param-gather`` and FSDP, where a norm's weight may not be there yet when the sum
-before it is computed, and with CUDA graphs.
+recomputed or whose inputs are swapped, with ``--overlap-param-gather`` and FSDP, where a norm's weight may
+not be there yet when the sum before it is computed, and with CUDA graphs.
 """
 
 from __future__ import annotations
@@ -93,6 +93,9 @@ def _refuses(context: Context) -> str | None:
             return f"{flag}: a norm's weight may come after the sum before it is computed"
     if "layernorm" in (getattr(args, "recompute_modules", None) or ()):
         return "--recompute-modules layernorm frees what the norm gave"
+    offloaded = getattr(args, "offload_modules", None) or ()
+    if norms := [name for name in offloaded if name in ("attn_norm", "mlp_norm")]:
+        return f"--offload-modules {norms[0]}: what the norm holds was saved with the sum before it"
     graphs = getattr(args, "cuda_graph_impl", None) or "none"
     return None if graphs == "none" else f"not with --cuda-graph-impl {graphs}"
 
@@ -121,6 +124,7 @@ FEATURE = Feature(
     conflicts={
         "recompute_norm": "it frees what the norms gave",
         "memory_budget": "it may have norms recomputed",
+        "swap_attention": "what the first norm of a layer holds would stay on the device",
     },
     refuses=_refuses,
     idle=_idle,

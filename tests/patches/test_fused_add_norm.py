@@ -170,6 +170,8 @@ def test_evaluation_is_plain_and_loses_nothing() -> None:
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
         ({"recompute_modules": ["core_attn"]}, None),
         ({"recompute_modules": ["core_attn", "layernorm"]}, "--recompute-modules layernorm"),
+        ({"offload_modules": ["qkv_linear"]}, None),
+        ({"offload_modules": ["core_attn", "mlp_norm"]}, "--offload-modules mlp_norm"),
         ({"cuda_graph_impl": "none"}, None),
         ({"cuda_graph_impl": "local"}, "not with --cuda-graph-impl local"),
     ],
@@ -177,6 +179,16 @@ def test_evaluation_is_plain_and_loses_nothing() -> None:
 def test_what_it_refuses(args: dict[str, Any], line: str | None) -> None:
     reason = fused_add_norm.FEATURE.refuses(Context("cpu", "0.19.2", SimpleNamespace(**args)))
     assert (reason is None) if line is None else line in str(reason)
+
+
+@pytest.mark.parametrize("other", ["recompute_norm", "swap_attention", "memory_budget"])
+def test_what_frees_or_moves_norms_goes_first(other: str) -> None:
+    accel.enable(preset="fast", **{other: 1.0 if other == "memory_budget" else True})
+    features = accel.status()["features"]
+    accel.disable()
+    assert features[other]["state"] == "active"
+    assert features["fused_add_norm"]["state"] == "skipped"
+    assert "exclude each other" in features["fused_add_norm"]["reason"]
 
 
 @pytest.mark.parametrize(
