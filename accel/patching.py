@@ -221,7 +221,7 @@ def plan(patches: Iterable[Patch]) -> list[Change]:
             text = str(e).removeprefix(f"{target}: ")
             found.append(text if isinstance(e, PatchError) else f"{type(e).__name__}: {text}")
         else:
-            if change is not None:
+            if change is not None and not _is_done_already(change, changes, found):
                 changes.append(change)
         problems.extend(Problem(target, text) for text in found)
     problems.extend(_indistinguishable(changes))
@@ -283,6 +283,16 @@ def _plan_target(group: list[Patch], problems: list[str]) -> Change | None:
     if isinstance(raw, (staticmethod, classmethod)):
         new = type(raw)(new)
     return Change(tuple(group), owner, name, raw, new)
+
+
+def _is_done_already(change: Change, changes: list[Change], problems: list[str]) -> bool:
+    """Whether the target is another one under another name: upstream moves classes and leaves aliases."""
+    for other in changes:
+        if other.owner is change.owner and other.name == change.name:
+            if [p.replacement for p in other.patches] != [p.replacement for p in change.patches]:
+                problems.append(f"is {other.target} under another name, which is patched otherwise")
+            return True
+    return False
 
 
 def _plan_provided(group: list[Patch], problems: list[str]) -> Change:

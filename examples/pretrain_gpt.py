@@ -157,13 +157,13 @@ def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None
 train_valid_test_datasets_provider.is_distributed = True
 
 
-def main(extra_args_provider=None):
+def main(extra_args_provider=None, model_config_from_args=gpt_config_from_args):
     """Train; ``extra_args_provider(parser)`` may add flags to Megatron's parser and set defaults."""
     args = parse_and_validate_args(
         extra_args_provider, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
     )
     pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+        pretrain_cfg_container_from_args(args, model_config_from_args(args)),
         train_valid_test_datasets_provider,
         ModelType.encoder_or_decoder,
         forward_step,

@@ -189,6 +189,19 @@ def test_optional_target_may_be_missing(upstream: types.SimpleNamespace) -> None
         assert done.bindings == []
 
 
+def test_an_alias_of_a_class_is_patched_once(upstream: types.SimpleNamespace) -> None:
+    upstream.victim.OldName = upstream.victim.C
+    both = [patch(f"{name}.m", "loud", how="wrap") for name in ("C", "OldName")]
+    with applied(*both) as done:
+        assert len(done.bindings) == 1
+        assert upstream.victim.OldName().m() == ("loud", "m")
+    assert upstream.victim.C().m() == "m"
+    with pytest.raises(
+        PatchError, match=r"OldName\.m: is victim:C\.m under another name, .* otherwise"
+    ):
+        applied(both[0], patch("OldName.m", "louder", how="wrap"))
+
+
 def test_undo_refuses_when_somebody_else_rebound(upstream: types.SimpleNamespace) -> None:
     done = applied(patch("f", "new_f"))
     upstream.victim.f = len

@@ -14,7 +14,7 @@ import torch
 
 from accel.ops import layer_norm_ref, rms_norm_ref
 
-__all__ = ["LayerNorm", "RMSNorm", "normalize"]
+__all__ = ["GatedRMSNorm", "LayerNorm", "RMSNorm", "normalize"]
 
 rms_norm = rms_norm_ref
 layer_norm = layer_norm_ref
@@ -73,6 +73,46 @@ class LayerNorm(torch.nn.LayerNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return normalize(x, self.weight, self.bias, self.eps, self.zero_centered)
+
+
+class GatedRMSNorm(torch.nn.Module):
+    """RMSNorm of each group of columns, before or after they are multiplied by SiLU of a gate.
+
+    State dict: `weight [hidden_size]`. Replaces `mamba_ssm`'s `RMSNorm`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if group_size is not None and (group_size < 1 or hidden_size % group_size):
+            raise ValueError(f"group_size {group_size} does not divide hidden_size {hidden_size}")
+        self.eps = eps
+        self.group_size = group_size or hidden_size
+        self.norm_before_gate = norm_before_gate
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
+        """x and the gate z: `[..., hidden_size]`, or of other shapes with as many elements in a row."""
+        dtype = x.dtype
+        gate = None if z is None else torch.nn.functional.silu(z.reshape(x.shape).float())
+        if gate is not None and not self.norm_before_gate:
+            x, gate = x * gate, None
+        parts = zip(x.split(self.group_size, -1), self.weight.split(self.group_size), strict=True)
+        normed = [normalize(part, weight, None, self.eps, False) for part, weight in parts]
+        y = normed[0] if len(normed) == 1 else torch.cat(normed, dim=-1)
+        return (y if gate is None else y * gate).to(dtype)
 
 
 def normalize(

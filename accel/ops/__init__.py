@@ -11,6 +11,7 @@ from accel.ops.activation import bias_gelu, geglu, squared_relu, swiglu
 from accel.ops.adamw import adamw, adamw_ref
 from accel.ops.add_rms_norm import add_rms_norm, add_rms_norm_ref
 from accel.ops.attention import attention, attention_ref
+from accel.ops.causal_conv1d import causal_conv1d, causal_conv1d_ref
 from accel.ops.cross_entropy import cross_entropy, cross_entropy_ref
 from accel.ops.gemm_accumulate import gemm_accumulate, gemm_accumulate_ref
 from accel.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
@@ -22,6 +23,8 @@ from accel.ops.multi_tensor import l2_norm, l2_norm_ref, scale, scale_ref
 from accel.ops.remainder import join_remainder, split_remainder
 from accel.ops.rms_norm import rms_norm, rms_norm_ref
 from accel.ops.rope import rope, rope_ref
+from accel.ops.split_conv1d_scan import split_conv1d_scan, split_conv1d_scan_ref
+from accel.ops.state_space_scan import state_space_scan, state_space_scan_ref
 from accel.ops.topk_router import moe_aux_scores, topk_router
 
 __all__ = [
@@ -32,6 +35,8 @@ __all__ = [
     "attention",
     "attention_ref",
     "bias_gelu",
+    "causal_conv1d",
+    "causal_conv1d_ref",
     "cross_entropy",
     "cross_entropy_ref",
     "geglu",
@@ -58,8 +63,12 @@ __all__ = [
     "rope_ref",
     "scale",
     "scale_ref",
+    "split_conv1d_scan",
+    "split_conv1d_scan_ref",
     "split_remainder",
     "squared_relu",
+    "state_space_scan",
+    "state_space_scan_ref",
     "swiglu",
     "topk_router",
 ]

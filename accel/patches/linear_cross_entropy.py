@@ -14,7 +14,7 @@ fp32). Hooks on the output layer's input, such as those of ``--overlap-param-gat
 Whoever needs whole logits gets them, and one line says why: multi-token prediction (it counts
 accepted tokens from its logits), ``--defer-embedding-wgrad-compute``, muP's scaled logits, Megatron
 FSDP, ``config_logger_dir``, gathered logits, an output layer with a bias, in fp8, or with hooks on
-its output, and losses of your own that were set on the model. ``HybridModel`` is not served.
+its output, and losses of your own that were set on the model. Hybrid models are served as GPTs are.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def _goes_to_main_grad(layer: Any, weight: Any) -> bool:
 
 
 def defers_logits(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``GPTModel._postprocess``: its output layer promises logits where they become a loss."""
+    """Wraps ``GPTModel._postprocess`` and ``HybridModel.forward``: the output layer promises logits where
+    they become a loss."""
     signature = inspect.signature(upstream)
 
     @functools.wraps(upstream)
@@ -152,7 +153,7 @@ def takes_promises(upstream: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def whole_logits_needed(model: Any, call: dict[str, Any]) -> str | None:
-    """Why this call of ``GPTModel._postprocess`` must see its logits; None if it need not."""
+    """Why this call of what `defers_logits` wraps must see its logits; None if it need not."""
     from megatron.core.config_logger import has_config_logger_enabled
 
     config = model.config
@@ -209,6 +210,22 @@ FEATURE = Feature(
             how="wrap",
             sources={"0.17.1": "fea0b9db2863", "0.18.2": "07baa135dd28", "0.19.2": "3334bfa66f26"},
             why="Upstream makes all logits and then their loss; here the loss makes them in pieces.",
+        ),
+        Patch(
+            target="megatron.core.models.hybrid.hybrid_model:HybridModel.forward",
+            replacement="accel.patches.linear_cross_entropy:defers_logits",
+            how="wrap",
+            sources={"0.18.2": "1d616c7b6e58", "0.19.2": "44f9659a4e9c"},
+            why="As GPTModel._postprocess, in hybrid models.",
+            optional=True,
+        ),
+        Patch(
+            target="megatron.core.models.mamba.mamba_model:MambaModel.forward",
+            replacement="accel.patches.linear_cross_entropy:defers_logits",
+            how="wrap",
+            sources={"0.17.1": "25cc9677067a", "0.18.2": "1d616c7b6e58", "0.19.2": "44f9659a4e9c"},
+            why="What 0.17 calls HybridModel; later a class derived from it.",
+            optional=True,
         ),
         Patch(
             target="megatron.core.models.common.language_module.language_module"

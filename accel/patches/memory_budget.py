@@ -558,7 +558,7 @@ FEATURE = Feature(
     patches=(
         recompute_activation.MLP_FORWARD,
         swap_attention.LAYER_INIT,
-        swap_attention.BLOCK_FORWARD,
+        *swap_attention.BLOCK_FORWARD,
         Patch(
             target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
             replacement=f"{_HERE}:planned",

@@ -119,7 +119,7 @@ def rate_of(swap: Swap) -> float:
 
 
 def swapping(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``TransformerBlock.forward``, of which each call is a chain."""
+    """``TransformerBlock.forward``, or that of a hybrid model's stack, of which each call is a chain."""
 
     @functools.wraps(forward)
     def forward_(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,11 +209,22 @@ LAYER_INIT = Patch(
     how="wrap",
     why="The modules whose saved tensors are swapped are known when a layer is built.",
 )
-BLOCK_FORWARD = Patch(
-    target="megatron.core.transformer.transformer_block:TransformerBlock.forward",
-    replacement=f"{_HERE}:swapping",
-    how="wrap",
-    why="One forward pass through a block is what its backward pass will go through.",
+_BLOCKS = {
+    "megatron.core.transformer.transformer_block:TransformerBlock": False,
+    "megatron.core.models.hybrid.hybrid_block:HybridStack": True,
+    "megatron.core.ssm.mamba_block:MambaStack": True,  # 0.17's; later the same class
+}
+"""Blocks of layers, and whether a version may lack one."""
+
+BLOCK_FORWARD = tuple(
+    Patch(
+        target=f"{block}.forward",
+        replacement=f"{_HERE}:swapping",
+        how="wrap",
+        why="One forward pass through a block is what its backward pass will go through.",
+        optional=optional,
+    )
+    for block, optional in _BLOCKS.items()
 )
 
 FEATURE = Feature(
@@ -245,5 +256,5 @@ FEATURE = Feature(
         ),
     ),
     switch_on=switch_on,
-    patches=(LAYER_INIT, BLOCK_FORWARD),
+    patches=(LAYER_INIT, *BLOCK_FORWARD),
 )

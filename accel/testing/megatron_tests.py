@@ -51,6 +51,7 @@ FOLDERS = (
     "distributed",
     "dist_checkpointing",
     "optimizer",
+    "ssm",
 )
 WORLD_SIZE = 8
 APART = "the ranks met in different collectives"
