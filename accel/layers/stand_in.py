@@ -20,6 +20,7 @@ from accel.layers.attention import DotProductAttention
 from accel.layers.base import ExtraState, refuse_options
 from accel.layers.grouped_linear import GroupedLinear
 from accel.layers.linear import LayerNormLinear, Linear
+from accel.layers.transformer_layer import TransformerLayer
 from accel.parallel.context import owners
 
 __all__ = ["LayerNorm", "RMSNorm", "modules"]
@@ -167,6 +168,7 @@ def modules(
         LayerNormLinear=LayerNormLinear,
         Linear=Linear,
         RMSNorm=RMSNorm,
+        TransformerLayer=TransformerLayer,
         autocast=_no_fp8,
         distributed=ranks,
         fp8=fp8,

@@ -13,6 +13,7 @@ from accel.ops.add_rms_norm import add_rms_norm, add_rms_norm_ref
 from accel.ops.attention import attention, attention_ref
 from accel.ops.causal_conv1d import causal_conv1d, causal_conv1d_ref
 from accel.ops.cross_entropy import cross_entropy, cross_entropy_ref
+from accel.ops.gated_delta_rule import gated_delta_rule, gated_delta_rule_ref
 from accel.ops.gemm_accumulate import gemm_accumulate, gemm_accumulate_ref
 from accel.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
 from accel.ops.layer_norm import layer_norm, layer_norm_ref
@@ -39,6 +40,8 @@ __all__ = [
     "causal_conv1d_ref",
     "cross_entropy",
     "cross_entropy_ref",
+    "gated_delta_rule",
+    "gated_delta_rule_ref",
     "geglu",
     "gemm_accumulate",
     "gemm_accumulate_ref",

@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accel.ops._decay import Decays, chunks_of, gradient_of_logs
 from accel.ops._dispatch import refuse_derivative
 from accel.ops.causal_conv1d import check_segments, used_slots
 
@@ -101,14 +102,7 @@ class _Chunk(NamedTuple):
     b: Tensor
     """[B, G, Q, N]"""
     c: Tensor
-    decay: Tensor
-    """L, [B, G, R, Q, Q]"""
-    from_state: Tensor
-    """exp(s), 0 where the state before the chunk is of another segment. [B, G, R, Q]"""
-    to_state: Tensor
-    """exp(s[Q] - s), 0 where a token's segment ends before the chunk does."""
-    keep: Tensor
-    """exp(s[Q]), 0 where no token of the segment before is left at the end. [B, G, R]"""
+    decays: Decays
 
     @classmethod
     def of(
@@ -124,34 +118,17 @@ class _Chunk(NamedTuple):
         wide = torch.promote_types(x.dtype, torch.float32)
         groups = b.shape[2]
         steps = dt[:, rows].to(wide).transpose(1, 2).unflatten(1, (groups, -1))
-        sums = (steps * a.to(wide).view(groups, -1, 1)).cumsum(-1, dtype=_summed_in(x))
-        num_tokens = sums.shape[-1]
-        hidden = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=x.device).triu(1)
-        from_state, to_state = sums.exp(), (sums[..., -1:] - sums).exp()
-        keep = sums[..., -1].exp()
-        if segments is not None:
-            ids = segments[:, rows]
-            before = segments[:, max(rows.start - 1, 0)]
-            hidden = (hidden | (ids.unsqueeze(2) != ids.unsqueeze(1)))[:, None, None]
-            from_state = from_state * (ids == before[:, None])[:, None, None]
-            to_state = to_state * (ids == ids[:, -1:])[:, None, None]
-            keep = keep * (ids[:, -1] == before)[:, None, None]
-        decay = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).to(wide)
-        decay = decay.masked_fill_(hidden, -torch.inf).exp_()
         return cls(
             _by_head(x, rows, groups),
             steps,
             b[:, rows].to(wide).transpose(1, 2),
             c[:, rows].to(wide).transpose(1, 2),
-            decay,
-            from_state.to(wide),
-            to_state.to(wide),
-            keep.to(wide),
+            Decays.of(steps * a.to(wide).view(groups, -1, 1), segments, rows),
         )
 
     def scores(self) -> Tensor:
         """M, [B, G, R, Q, Q]."""
-        return (self.c @ self.b.mT).unsqueeze(2) * self.decay
+        return (self.c @ self.b.mT).unsqueeze(2) * self.decays.between
 
     def steps(self) -> Tensor:
         """u, [B, G, R, Q, P]."""
@@ -160,17 +137,11 @@ class _Chunk(NamedTuple):
     def read(self, state: Tensor) -> Tensor:
         """exp(s) (c S^T), [B, G, R, Q, P]; the state is [B, G, R, P, N]."""
         read = _heads_of(self.c @ state.flatten(2, 3).mT, state)
-        return read * self.from_state.unsqueeze(-1)
+        return read * self.decays.from_state.unsqueeze(-1)
 
     def next_state(self, state: Tensor, steps: Tensor) -> Tensor:
-        added = _side_by_side(steps * self.to_state.unsqueeze(-1)).mT @ self.b
-        return state * self.keep[..., None, None] + added.view(state.shape)
-
-
-def _summed_in(x: Tensor) -> torch.dtype:
-    """What the exponents are summed in. After a token that forgets nearly all, s is large, and what lies
-    between the tokens behind it a small difference of large numbers."""
-    return torch.float32 if x.device.type == "npu" and x.dtype != torch.float64 else torch.float64
+        added = _side_by_side(steps * self.decays.to_state.unsqueeze(-1)).mT @ self.b
+        return state * self.decays.keep[..., None, None] + added.view(state.shape)
 
 
 def _by_head(x: Tensor, rows: slice, groups: int) -> Tensor:
@@ -192,13 +163,6 @@ def _heads_of(x: Tensor, state: Tensor) -> Tensor:
 def _back(x: Tensor) -> Tensor:
     """[B, G, R, Q, ...] as [B, Q, H, ...]."""
     return x.flatten(1, 2).transpose(1, 2)
-
-
-def _chunks(num_tokens: int, chunk_size: int) -> list[slice]:
-    return [
-        slice(first, min(first + chunk_size, num_tokens))
-        for first in range(0, num_tokens, chunk_size)
-    ]
 
 
 torch.library.define(
@@ -257,7 +221,7 @@ def _forward(
     y, states = _forward_fake(x, dt, a, b, c, d, z, segments, initial_state, chunk_size)
     groups = b.shape[2]
     states[0] = _first_state(x, b, initial_state).unflatten(1, (groups, -1))
-    for i, rows in enumerate(_chunks(x.shape[1], chunk_size)):
+    for i, rows in enumerate(chunks_of(x.shape[1], chunk_size)):
         chunk = _Chunk.of(rows, x, dt, a, b, c, segments)
         steps = chunk.steps()
         out = (chunk.scores() @ steps).add_(chunk.read(states[i]))
@@ -316,7 +280,7 @@ def _backward(
     da_sum = states.new_zeros(a.shape)
     dd_sum = None if d is None else states.new_zeros(d.shape)
     carried = torch.zeros_like(states[0]) if dstate is None else dstate.view(states.shape[1:])
-    for i, rows in reversed(list(enumerate(_chunks(x.shape[1], chunk_size)))):
+    for i, rows in reversed(list(enumerate(chunks_of(x.shape[1], chunk_size)))):
         chunk = _Chunk.of(rows, x, dt, a, b, c, segments)
         steps, scores = chunk.steps(), chunk.scores()
         read = chunk.read(states[i])
@@ -368,28 +332,25 @@ def _backward_of(
     state: Tensor,
     dnext: Tensor,
 ) -> _Gradients:
-    """The formulas above; dnext is the gradient of the state after the chunk.
-
-    That of dt a is summed over the pairs of tokens on both sides of i, of which those with no decay left add
-    nothing: as a running sum of rows less columns of dM * M, it would be a small difference of large numbers.
-    """
+    """The formulas above; dnext is the gradient of the state after the chunk."""
+    decays = chunk.decays
     flat_state, flat_dnext = state.flatten(2, 3), dnext.flatten(2, 3)
     dscores = dout @ steps.mT
-    dproducts = (dscores * chunk.decay).sum(2)
-    from_dout = _side_by_side(dout * chunk.from_state.unsqueeze(-1))
-    to_steps = _side_by_side(steps * chunk.to_state.unsqueeze(-1))
+    dproducts = (dscores * decays.between).sum(2)
+    from_dout = _side_by_side(dout * decays.from_state.unsqueeze(-1))
+    to_steps = _side_by_side(steps * decays.to_state.unsqueeze(-1))
     dc = (dproducts @ chunk.b).add_(from_dout @ flat_state)
     db = (dproducts.mT @ chunk.c).add_(to_steps @ flat_dnext)
-    taken = _heads_of(chunk.b @ flat_dnext.mT, state) * chunk.to_state.unsqueeze(-1)
+    taken = _heads_of(chunk.b @ flat_dnext.mT, state) * decays.to_state.unsqueeze(-1)
     dsteps = (scores.mT @ dout).add_(taken)
-    dstate = (from_dout.mT @ chunk.c).view(state.shape).addcmul_(dnext, chunk.keep[..., None, None])
-
-    from_before = torch.ones_like(dscores[0, 0, 0]).triu_(1)
-    dlog = (dscores.mul_(scores) @ from_before).tril_().sum(-2)
-    dlog += (dout * read).sum(-1).flip(-1).cumsum(-1).flip(-1)
-    dlog[..., 1:] += (taken * steps).sum(-1).cumsum(-1)[..., :-1]
-    dlog += (dnext * state).sum((-2, -1)).mul_(chunk.keep).unsqueeze(-1)
-    return _Gradients(dsteps, dlog, db, dc, dstate)
+    dstate = (from_dout.mT @ chunk.c).view(state.shape)
+    dlog = gradient_of_logs(
+        dscores.mul_(scores),
+        (dout * read).sum(-1),
+        (taken * steps).sum(-1),
+        (dnext * state).sum((-2, -1)).mul_(decays.keep),
+    )
+    return _Gradients(dsteps, dlog, db, dc, dstate.addcmul_(dnext, decays.keep[..., None, None]))
 
 
 refuse_derivative("accel::state_space_scan_bwd")

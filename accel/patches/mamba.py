@@ -182,8 +182,9 @@ def conv1d_step(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 conv_state_indices,
                 intermediate_conv_states,
             )
+        rows = x if x.ndim == 3 else x.unsqueeze(1)
         y = causal_conv1d_step(
-            _sequences_first(x, conv_state, conv_state_indices),
+            _sequences_first(rows, conv_state, conv_state_indices),
             conv_state,
             weight,
             bias,

@@ -53,6 +53,11 @@ LAYOUTS = {
         "moe",
         "--tensor-model-parallel-size 2 --sequence-parallel --moe-grouped-gemm",
     ),
+    "tp2_sp_gated_delta": (
+        "gated_delta",
+        "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
+    ),
+    "cp2_gated_delta": ("gated_delta", "--context-parallel-size 2"),
     "ep2_alltoall": ("moe", "--expert-model-parallel-size 2"),
     "ep2_alltoall_fused": (
         "moe",

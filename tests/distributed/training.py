@@ -41,6 +41,11 @@ MLA = """
     --v-head-dim 16 --kv-channels 16 --rope-type rope --num-query-groups 4
 """.split()
 
+GATED_DELTA = """
+    --experimental-attention-variant gated_delta_net --linear-attention-freq 2
+    --linear-key-head-dim 16 --linear-value-head-dim 16 --linear-num-key-heads 2 --linear-num-value-heads 4
+""".split()
+
 KINDS = {
     "dense": [],
     "moe": MOE,
@@ -49,6 +54,7 @@ KINDS = {
     "documents": [*LONGER, "--reset-attention-mask", "--reset-position-ids"],
     "dropout": [*LONGER, "--attention-dropout", "0.1"],
     "mla": MLA,
+    "gated_delta": GATED_DELTA,
     "long": """
         --seq-length 4096 --max-position-embeddings 4096 --num-layers 2 --micro-batch-size 1
         --global-batch-size 1 --transformer-impl local
