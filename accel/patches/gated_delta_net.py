@@ -115,6 +115,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=f">=0.18,{SUPPORTED_RANGE.partition(',')[2]}",
     idle=_idle,
+    benchmarks=("gated_delta_rule",),
     patches=tuple(
         Patch(
             target=f"{module}:{name}",

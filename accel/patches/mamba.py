@@ -310,6 +310,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     idle=_idle,
+    benchmarks=("state_space_scan",),
     patches=(
         _ours("HAVE_MAMBA_SSM"),
         _ours("ExtendedRMSNorm"),

@@ -36,7 +36,8 @@ def show_device_to(package: str) -> None:
 
 def show_layers_to(package: str) -> None:
     """Upstream's tests import Transformer Engine themselves, for a probe or an `isinstance`, and ask for its
-    version. In this run alone they find what Megatron's extension finds; everybody else is told the truth."""
+    version. In this run alone they find what Megatron's extension finds, and flash-linear-attention's empty
+    package; everybody else is told the truth."""
     from accel.patches import te_layers
 
     te_layers.VERSIONS[package] = te_layers.VERSIONS[te_layers.EXTENSION]
@@ -49,6 +50,8 @@ def show_layers_to(package: str) -> None:
         asks = str((globals or {}).get("__name__", "")).partition(".")[0]
         if asks == package and name.partition(".")[0] == "transformer_engine":
             return te_layers.import_with_layers(name, globals, locals, fromlist, level)
+        if asks == package and name == "fla":
+            return types.ModuleType(name)
         return find(name, globals, locals, fromlist, level)
 
     builtins.__import__ = import_
