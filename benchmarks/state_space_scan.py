@@ -1,8 +1,8 @@
 """The scan of Mamba-2 on the CPU: `accel.ops.state_space_scan` beside the same by autograd.
 
 The peer computes the products of all chunks at once and leaves the gradients to autograd, as the listing in
-the Mamba-2 paper does; `mamba_ssm`'s kernels do not run on a CPU. FLOPs, for S tokens, H heads of P columns, R
-of them to a group, states of N columns and chunks of Q tokens: S H (2 Q (N / R + P) + 4 P N) forward, three
+the Mamba-2 paper does; `mamba_ssm`'s kernels do not run on a CPU. FLOPs, for S tokens, H heads of P columns,
+R of them to a group, states of N columns and chunks of Q tokens: S H (2 Q (N / R + P) + 4 P N) forward, three
 times that with backward. The limit is one fp32 product. Not swept: the size of chunks (see `CHUNK`).
 """
 
