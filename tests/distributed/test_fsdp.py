@@ -1,4 +1,8 @@
-"""Fully sharded parameters, torch's and Megatron's, train like whole ones."""
+"""Fully sharded parameters, torch's and Megatron's, train like whole ones.
+
+Shards are gathered into memory of another alignment, by which MKL's products round on Intel's CPUs: the last
+of the seven digits that Megatron prints of a loss, and of the four of a gradient's norm, may differ by one.
+"""
 
 from __future__ import annotations
 
@@ -22,4 +26,7 @@ def test_sharded_parameters_train_like_whole_ones() -> None:
     expected = numbers(launch(2, whole))
     assert len(expected) == 5
     for flags in SHARDED:
-        assert numbers(launch(2, [*whole, *flags.split()])) == expected, flags
+        found = numbers(launch(2, [*whole, *flags.split()]))
+        for each, wanted in zip(found, expected, strict=True):
+            for number, other, unit in zip(each, wanted, (1e-6, 1e-3), strict=True):
+                assert float(number) == pytest.approx(float(other), abs=1.01 * unit), flags
