@@ -434,7 +434,8 @@ def report(rows: dict[str, dict], known: dict[str, Any], num_files: int) -> str:
         compared,
         "",
         "Test files that import `transformer_engine` themselves, or ask for its version, are shown accel's "
-        "layers by the runner; outside of these tests the import fails as before.",
+        "layers by the runner, and those that look for `fla` an empty package; outside of these tests both "
+        "imports fail as before.",
         "",
         "| why they fail | tests |",
         "|---|---|",
