@@ -6,7 +6,7 @@ forward, three times that with backward. The limit is one fp32 product. Not swep
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -16,18 +16,11 @@ from accel.ops import gated_delta_rule, gated_delta_rule_ref
 from accel.ops.gated_delta_rule import CHUNK as Q
 from accel.testing import bench
 from accel.testing.bench import OURS, Case
-from accel.testing.tolerance import assert_close_to_baseline
-
-MEGATRON = "megatron's PyTorch path"
-ROUNDINGS = {OURS: 6, MEGATRON: 64}
-"""A peer must compute the same thing, but need not keep our tolerance."""
+from benchmarks import _recurrence
 
 SHAPES = [(2048, 16, 128, 128)]
 QUICK_SHAPES = [(200, 2, 16, 16)]
-CHECKED = 200
-"""Tokens: the reference goes one by one."""
-
-Rule = Callable[..., Tensor]
+CHECKED = 200  # a ragged end
 
 
 def ours(*tensors: Tensor) -> Tensor:
@@ -51,51 +44,17 @@ def cases(quick: bool) -> Iterator[Case]:
         q, k = (normalize(torch.randn(1, tokens, heads, keys), dim=-1).to(dtype) for _ in range(2))
         v = torch.randn(1, tokens, heads, values).to(dtype)
         g, beta = -torch.rand(1, tokens, heads), torch.rand(1, tokens, heads).to(dtype)
-        inputs = [t.requires_grad_() for t in (q, k, v, g, beta)]
-        do = torch.randn(1, tokens, heads, values).to(dtype)
-        sides: dict[str, Rule] = {OURS: ours, MEGATRON: megatrons}
         per_head = 2 * Q * (2 * keys + 3 * values // 2) + 6 * keys * values
-        flops = tokens * heads * per_head
-        label = f"{tokens}x{heads} heads {keys} by {values} bfloat16"
-        gemm = (tokens, heads * values, heads * values)
-
-        def forward(op: Rule, inputs: list[Tensor] = inputs) -> Tensor:
-            with torch.no_grad():
-                return op(*inputs)
-
-        def both(op: Rule, inputs: list[Tensor] = inputs, do: Tensor = do) -> object:
-            return torch.autograd.grad(op(*inputs), inputs, do)
-
-        yield Case(
-            name=f"forward {label}",
-            num_flops=flops,
-            gemm=gemm,
-            gemm_dtype=torch.float32,
-            check=lambda sides=sides, inputs=inputs, do=do: _check(sides, inputs, do),
-            sides={side: lambda f=op: forward(f) for side, op in sides.items()},
+        problem = _recurrence.Problem(
+            label=f"{tokens}x{heads} heads {keys} by {values} bfloat16",
+            inputs=(q, k, v, g, beta),
+            names=("q", "k", "v", "g", "beta"),
+            dy=torch.randn(1, tokens, heads, values).to(dtype),
+            num_flops=tokens * heads * per_head,
+            gemm=(tokens, heads * values, heads * values),
         )
-        yield Case(
-            name=f"forward+backward {label}",
-            num_flops=3 * flops,
-            gemm=gemm,
-            gemm_dtype=torch.float32,
-            check=lambda: None,  # the same sides as above
-            sides={side: lambda f=op: both(f) for side, op in sides.items()},
-        )
-
-
-def _check(sides: dict[str, Rule], inputs: list[Tensor], do: Tensor) -> None:
-    def results(op: Rule, dtype: torch.dtype | None) -> list[Tensor]:
-        leaves = [t.detach()[:, :CHECKED].to(dtype or t.dtype).requires_grad_() for t in inputs]
-        o = op(*leaves)
-        return [o.detach(), *torch.autograd.grad(o, leaves, do[:, :CHECKED].to(o.dtype))]
-
-    exact, baseline = results(reference, torch.float64), results(reference, None)
-    for side, op in sides.items():
-        for name, *values in zip(
-            ("o", "dq", "dk", "dv", "dg", "dbeta"), results(op, None), baseline, exact, strict=True
-        ):
-            assert_close_to_baseline(*values, name=f"{side}: {name}", roundings=ROUNDINGS[side])
+        sides = {OURS: ours, "megatron's PyTorch path": megatrons}
+        yield from _recurrence.cases(problem, sides, reference, checked_tokens=CHECKED, roundings=6)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,7 +7,7 @@ times that with backward. The limit is one fp32 product. Not swept: the size of 
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -17,19 +17,12 @@ from accel.ops import state_space_scan, state_space_scan_ref
 from accel.ops.state_space_scan import CHUNK
 from accel.testing import bench
 from accel.testing.bench import OURS, Case
-from accel.testing.tolerance import assert_close_to_baseline
-
-AT_ONCE = "autograd, all chunks at once"
-ROUNDINGS = {OURS: 4, AT_ONCE: 64}
-"""A peer must compute the same thing, but need not keep our tolerance."""
+from benchmarks import _recurrence
 
 Q = CHUNK["cpu"]
 SHAPES = [(2048, 32, 64, 8, 128)]
 QUICK_SHAPES = [(256, 4, 16, 2, 16)]
-CHECKED = 192
-"""Tokens: the reference goes one by one."""
-
-Scan = Callable[..., Tensor]
+CHECKED = 192  # whole chunks
 
 
 def at_once(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, z: Tensor) -> Tensor:
@@ -75,51 +68,17 @@ def cases(quick: bool) -> Iterator[Case]:
             -1 - 15 * torch.rand(heads),
             torch.ones(heads),
         )
-        inputs = [t.requires_grad_() for t in (x, dt, a, b, c, d, z)]
-        dy = torch.randn(1, tokens, heads, columns).to(dtype)
-        sides: dict[str, Scan] = {OURS: ours, AT_ONCE: at_once}
         per_head = 2 * Q * (state * groups / heads + columns) + 4 * columns * state
-        flops = int(tokens * heads * per_head)
-        label = f"{tokens}x{heads}x{columns} groups {groups} state {state} bfloat16"
-        gemm = (tokens, heads * columns, heads * columns)
-
-        def forward(op: Scan, inputs: list[Tensor] = inputs) -> Tensor:
-            with torch.no_grad():
-                return op(*inputs)
-
-        def both(op: Scan, inputs: list[Tensor] = inputs, dy: Tensor = dy) -> object:
-            return torch.autograd.grad(op(*inputs), inputs, dy)
-
-        yield Case(
-            name=f"forward {label}",
-            num_flops=flops,
-            gemm=gemm,
-            gemm_dtype=torch.float32,
-            check=lambda sides=sides, inputs=inputs, dy=dy: _check(sides, inputs, dy),
-            sides={side: lambda f=op: forward(f) for side, op in sides.items()},
+        problem = _recurrence.Problem(
+            label=f"{tokens}x{heads}x{columns} groups {groups} state {state} bfloat16",
+            inputs=(x, dt, a, b, c, d, z),
+            names=("x", "dt", "a", "b", "c", "d", "z"),
+            dy=torch.randn(1, tokens, heads, columns).to(dtype),
+            num_flops=int(tokens * heads * per_head),
+            gemm=(tokens, heads * columns, heads * columns),
         )
-        yield Case(
-            name=f"forward+backward {label}",
-            num_flops=3 * flops,
-            gemm=gemm,
-            gemm_dtype=torch.float32,
-            check=lambda: None,  # the same sides as above
-            sides={side: lambda f=op: both(f) for side, op in sides.items()},
-        )
-
-
-def _check(sides: dict[str, Scan], inputs: list[Tensor], dy: Tensor) -> None:
-    def results(op: Scan, dtype: torch.dtype | None) -> list[Tensor]:
-        cut = [t.detach() if t.ndim == 1 else t.detach()[:, :CHECKED] for t in inputs]
-        leaves = [t.to(dtype or t.dtype).requires_grad_() for t in cut]
-        y = op(*leaves)
-        return [y.detach(), *torch.autograd.grad(y, leaves, dy[:, :CHECKED].to(y.dtype))]
-
-    exact, baseline = results(reference, torch.float64), results(reference, None)
-    names = ("y", "dx", "ddt", "da", "db", "dc", "dd", "dz")
-    for side, op in sides.items():
-        for name, *values in zip(names, results(op, None), baseline, exact, strict=True):
-            assert_close_to_baseline(*values, name=f"{side}: {name}", roundings=ROUNDINGS[side])
+        sides = {OURS: ours, "autograd, all chunks at once": at_once}
+        yield from _recurrence.cases(problem, sides, reference, checked_tokens=CHECKED, roundings=4)
 
 
 def main(argv: list[str] | None = None) -> int:

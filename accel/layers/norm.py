@@ -106,7 +106,8 @@ class GatedRMSNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
         """x and the gate z: `[..., hidden_size]`, or of other shapes with as many elements in a row."""
         dtype = x.dtype
-        gate = None if z is None else torch.nn.functional.silu(z.reshape(x.shape).float())
+        wide = torch.promote_types(dtype, torch.float32)
+        gate = None if z is None else torch.nn.functional.silu(z.reshape(x.shape).to(wide))
         if gate is not None and not self.norm_before_gate:
             x, gate = x * gate, None
         parts = zip(x.split(self.group_size, -1), self.weight.split(self.group_size), strict=True)

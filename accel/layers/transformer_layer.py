@@ -69,11 +69,13 @@ class _SelfAttention(torch.nn.Module):
         attention: dict[str, Any],
         norm: dict[str, Any],
         fuse_qkv_params: bool,
+        interleaved: bool,
         output_init_method: Callable[[Tensor], Any] | None,
         **shared: Any,
     ) -> None:
         super().__init__()
         self.head_size = head_size
+        self.groups = num_gqa_groups if interleaved else None
         width, shared_width = head_size * num_attention_heads, head_size * num_gqa_groups
         self.sizes = {"query": width, "key": shared_width, "value": shared_width}
         self.layernorm_qkv: LayerNormLinear = (
@@ -88,8 +90,14 @@ class _SelfAttention(torch.nn.Module):
         self.proj = Linear(width, hidden_size, **shared)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None, **options: Any) -> Tensor:
-        parts = self.layernorm_qkv(x).split(list(self.sizes.values()), dim=-1)
-        heads = [part.unflatten(-1, (-1, self.head_size)) for part in parts]
+        rows, per_head = self.layernorm_qkv(x), (-1, self.head_size)
+        if self.groups is None:  # all queries, all keys, all values
+            parts = rows.split(list(self.sizes.values()), dim=-1)
+            heads = [part.unflatten(-1, per_head) for part in parts]
+        else:  # for each group its queries, its key and its value
+            grouped = rows.unflatten(-1, (self.groups, *per_head))
+            parts = grouped.split([grouped.shape[-2] - 2, 1, 1], dim=-2)
+            heads = [part.flatten(-3, -2) for part in parts]
         return self.proj(self.core_attention(*heads, attention_mask, **options))
 
 
@@ -156,6 +164,8 @@ class TransformerLayer(torch.nn.Module):
         kv_channels: size of a head.
         self_attn_mask_type, window_size, attn_input_format: see `DotProductAttention`.
         fuse_qkv_params: one parameter for queries, keys and values; else one for each.
+        qkv_weight_interleaved: whether that one has, group by group, the rows of its queries, its key and its
+            value; else those of all queries come first, then of all keys.
         activation: of the MLP: gelu, relu, silu, or gated geglu, reglu, swiglu.
         options: what else Transformer Engine takes: refused if set.
     """
@@ -181,6 +191,7 @@ class TransformerLayer(torch.nn.Module):
         params_dtype: torch.dtype | None = None,
         fuse_qkv_params: bool = False,
         zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
         bias: bool = True,
         activation: str = "gelu",
         normalization: str = "LayerNorm",
@@ -192,6 +203,8 @@ class TransformerLayer(torch.nn.Module):
         refuse_options(type(self).__name__, options)
         if layer_type != "encoder":
             raise ValueError(f"layer_type={layer_type!r}: accel's layer has no cross attention")
+        if fuse_wgrad_accumulation and not fuse_qkv_params:
+            raise ValueError("fuse_wgrad_accumulation needs one parameter: set fuse_qkv_params")
         super().__init__()
         self.hidden_dropout = hidden_dropout
         shared: dict[str, Any] = {
@@ -222,6 +235,7 @@ class TransformerLayer(torch.nn.Module):
             },
             norm=norm,
             fuse_qkv_params=fuse_qkv_params,
+            interleaved=fuse_qkv_params and qkv_weight_interleaved,
             output_init_method=output_layer_init_method or init_method,
             **shared,
         )

@@ -10,7 +10,7 @@ Dtypes      Any float; y and dx have that of x. Sums are fp32 (fp64 of float64 x
 Saved       x, weight and bias: p is computed again.
 Order       Fixed by the shapes; the number of threads changes no bit.
 Memory      fp32 copies of `TOKENS` tokens at a time.
-Kernels     PyTorch's elementwise ones, on any device.
+Kernels     PyTorch's elementwise ones; run on the CPU so far.
 
 Replaces ``causal_conv1d.causal_conv1d_fn`` and ``causal_conv1d_update`` of Dao-AILab/causal-conv1d; the
 tokens of a sequence are rows here, as the linear layer before it gives them.
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel.ops._dispatch import refuse_derivative
+from accel.ops._recurrence import check_segments, used_slots
 
 __all__ = ["causal_conv1d", "causal_conv1d_ref", "causal_conv1d_step"]
 
@@ -276,15 +277,6 @@ def causal_conv1d_step(
     return y
 
 
-def used_slots(x: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Which sequences of x `[B, ...]` there are, and the row of the state of each."""
-    if slots is None:
-        every = torch.arange(x.shape[0], device=x.device)
-        return every, every
-    used = (slots >= 0).nonzero().flatten()
-    return used, slots[used].long()
-
-
 def check_channels(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raise what `causal_conv1d` promises."""
     if x.ndim != 3 or not x.is_floating_point():
@@ -300,16 +292,3 @@ def check_channels(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> N
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"{op}: {name} is on {tensor.device}, x on {x.device}")
-
-
-def check_segments(op: str, x: Tensor, segments: Tensor | None) -> None:
-    """Raise what `causal_conv1d` and `state_space_scan` promise of `segments`."""
-    if segments is None:
-        return
-    if segments.shape != x.shape[:2] or segments.is_floating_point() or segments.is_complex():
-        raise ValueError(
-            f"{op}: segments must be integers of shape {list(x.shape[:2])}, got "
-            f"{list(segments.shape)} {segments.dtype}"
-        )
-    if segments.device != x.device:
-        raise ValueError(f"{op}: segments are on {segments.device}, x on {x.device}")

@@ -24,7 +24,7 @@ Saved       the inputs, and H K V of fp32 for every chunk. A, P and w are made a
 Limits      Long sequences need |k| <= 1 and 0 <= beta <= 2, else what is written may grow. A second
             derivative raises.
 Order       Fixed by the shapes; the products keep what torch.bmm promises.
-Kernels     PyTorch's products and `solve_triangular`, on any device.
+Kernels     PyTorch's products and `solve_triangular`; run on the CPU so far.
 
 Replaces ``fla``'s ``chunk_gated_delta_rule`` (Triton).
 """
@@ -34,10 +34,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accel.ops._decay import Decays, chunks_of, gradient_of_logs
 from accel.ops._dispatch import refuse_derivative
-from accel.ops.causal_conv1d import check_segments
-from accel.ops.state_space_scan import check_shapes
+from accel.ops._recurrence import (
+    Decays,
+    check_segments,
+    check_shapes,
+    chunks_of,
+    first_state,
+    gradient_of_logs,
+)
 
 __all__ = ["gated_delta_rule", "gated_delta_rule_ref"]
 
@@ -60,7 +65,7 @@ def gated_delta_rule_ref(
     """The definition of correct: token by token. Same contract as `gated_delta_rule`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    state = _first_state(k, v, initial_state)
+    state = first_state(q, (len(q), *q.shape[2:], v.shape[3]), initial_state)
     queries, keys, values, logs, strengths = (t.to(wide) for t in (q, k, v, g, beta))
     rows = []
     for t in range(q.shape[1]):
@@ -74,13 +79,6 @@ def gated_delta_rule_ref(
         rows.append((state * queries[:, t].unsqueeze(-1)).sum(-2) * scale)
     o = torch.stack(rows, dim=1) if rows else values
     return o.to(v.dtype), state
-
-
-def _first_state(k: Tensor, v: Tensor, initial_state: Tensor | None) -> Tensor:
-    wide = torch.promote_types(k.dtype, torch.float32)
-    if initial_state is not None:
-        return initial_state.to(wide)
-    return k.new_zeros((k.shape[0], k.shape[2], k.shape[3], v.shape[3]), dtype=wide)
 
 
 class _Chunk(NamedTuple):
@@ -185,7 +183,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """o, and the state before each chunk and after the last, [chunks + 1, B, H, K, V]."""
     o, states = _forward_fake(q, k, v, g, beta, segments, initial_state, scale, chunk_size)
-    states[0] = _first_state(k, v, initial_state)
+    states[0] = first_state(q, (len(q), *q.shape[2:], v.shape[3]), initial_state)
     for i, rows in enumerate(chunks_of(q.shape[1], chunk_size)):
         chunk = _Chunk.of(rows, q, k, v, g, beta, segments, states[i], scale)
         o[:, rows] = (chunk.scores @ chunk.written).add_(chunk.read).transpose(1, 2)

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.ops.causal_conv1d import causal_conv1d_ref, check_channels, check_segments
-from accel.ops.state_space_scan import check_shapes, chunk_size_of, state_space_scan_ref
+from accel.ops._recurrence import check_segments, check_shapes
+from accel.ops.causal_conv1d import causal_conv1d_ref, check_channels
+from accel.ops.state_space_scan import chunk_size_of, state_space_scan_ref
 
 __all__ = ["split_conv1d_scan", "split_conv1d_scan_ref"]
 

@@ -23,7 +23,7 @@ Cost        per token and head 2 Q (N / R + P) + 4 P N flops forward; about 4 ti
             which makes M and y' again.
 Memory      beyond results and states, a few of [B, H, Q, Q] and [B, H, Q, P].
 Order       Fixed by the shapes; the products keep what torch.bmm promises.
-Kernels     PyTorch's products, on any device.
+Kernels     PyTorch's products; run on the CPU so far.
 
 Replaces ``mamba_ssm``'s ``mamba_chunk_scan_combined`` and ``selective_state_update`` (Triton).
 """
@@ -34,18 +34,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.ops._decay import Decays, chunks_of, gradient_of_logs
 from accel.ops._dispatch import refuse_derivative
-from accel.ops.causal_conv1d import check_segments, used_slots
+from accel.ops._recurrence import (
+    Decays,
+    check_segments,
+    check_shapes,
+    chunks_of,
+    first_state,
+    gradient_of_logs,
+    used_slots,
+)
 
 __all__ = ["state_space_scan", "state_space_scan_ref", "state_space_step"]
 
 CHUNK = {"cpu": 64, "cuda": 256}
 """Tokens of a chunk, by type of device; others as CUDA.
 
-CPU: forward and both passes of 2048 tokens, 32 heads of 64, 8 groups, N 128, bf16, on 2 threads of an AMD
-Zen 4 take 72 and 179 ms with 32, 51 and 137 with 64, 76 and 231 with 128, 162 and 498 with 256. CUDA, not
-measured: what `mamba_ssm` chooses.
+CPU: forward and both passes of 2048 tokens, 32 heads of 64, 8 groups, N 128, bf16, on 2 threads of a Xeon
+take 88 and 213 ms with 32, 61 and 167 with 64, 87 and 276 with 128, 240 and 938 with 256. CUDA, not measured:
+what `mamba_ssm` chooses.
 """
 
 
@@ -67,7 +74,7 @@ def state_space_scan_ref(
     heads_per_group = x.shape[2] // max(b.shape[2], 1)
     b, c = (t.to(wide).repeat_interleave(heads_per_group, dim=2) for t in (b, c))
     dt, a, u = dt.to(wide), a.to(wide), x.to(wide)
-    state = _first_state(x, b, initial_state)
+    state = first_state(x, (len(x), *x.shape[2:], b.shape[3]), initial_state)
     rows = []
     for t in range(x.shape[1]):
         keep = (dt[:, t] * a).exp()
@@ -82,13 +89,6 @@ def state_space_scan_ref(
     if z is not None:
         y = y * F.silu(z.to(wide))
     return y.to(x.dtype), state
-
-
-def _first_state(x: Tensor, b: Tensor, initial_state: Tensor | None) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    if initial_state is not None:
-        return initial_state.to(wide)
-    return x.new_zeros((x.shape[0], *x.shape[2:], b.shape[3]), dtype=wide)
 
 
 class _Chunk(NamedTuple):
@@ -220,7 +220,8 @@ def _forward(
     """y, and the state before each chunk and after the last, [chunks + 1, B, G, R, P, N]."""
     y, states = _forward_fake(x, dt, a, b, c, d, z, segments, initial_state, chunk_size)
     groups = b.shape[2]
-    states[0] = _first_state(x, b, initial_state).unflatten(1, (groups, -1))
+    first = first_state(x, (len(x), *x.shape[2:], b.shape[3]), initial_state)
+    states[0] = first.unflatten(1, (groups, -1))
     for i, rows in enumerate(chunks_of(x.shape[1], chunk_size)):
         chunk = _Chunk.of(rows, x, dt, a, b, c, segments)
         steps = chunk.steps()
@@ -427,7 +428,7 @@ def state_space_scan(
         ValueError: a shape, dtype or device that does not fit, or chunk_size < 1.
     """
     chunk_size = chunk_size_of("state_space_scan", chunk_size, x.device)
-    _check(x, dt, a, b, c, d, z, initial_state)
+    _check("state_space_scan", x, dt, a, b, c, d, z, initial_state)
     check_segments("state_space_scan", x, segments)
     return _StateSpaceScan.apply(x, dt, a, b, c, d, z, segments, initial_state, chunk_size)
 
@@ -455,7 +456,16 @@ def state_space_step(
 
     Returns:
         `[B, S, H, P]` in the dtype of x.
+
+    Raises:
+        ValueError: a shape or device that does not fit.
     """
+    _check("state_space_step", x, dt, a, b, c, d, z, None)
+    if state.shape[1:] != (*x.shape[2:], b.shape[3]):
+        raise ValueError(
+            f"state_space_step: state must have shape [slots, {x.shape[2]}, {x.shape[3]}, {b.shape[3]}], got "
+            f"{list(state.shape)}"
+        )
     with torch.no_grad():
         used, rows = used_slots(x, slots)
         inputs = (x[used], dt[used], b[used], c[used])
@@ -475,6 +485,7 @@ def state_space_step(
 
 
 def _check(
+    op: str,
     x: Tensor,
     dt: Tensor,
     a: Tensor,
@@ -484,7 +495,6 @@ def _check(
     z: Tensor | None,
     initial_state: Tensor | None,
 ) -> None:
-    op = "state_space_scan"
     if x.ndim != 4 or not x.is_floating_point():
         raise ValueError(
             f"{op}: x must be [B, S, H, P] of a floating dtype, got {list(x.shape)} {x.dtype}"
@@ -508,22 +518,6 @@ def _check(
             "initial_state": (initial_state, [(batch, heads, columns, b.shape[3])]),
         },
     )
-
-
-def check_shapes(
-    op: str,
-    device: torch.device,
-    allowed: dict[str, tuple[Tensor | None, list[tuple[int, ...]]]],
-) -> None:
-    """Raise unless each tensor that is there has one of its shapes and is on the device."""
-    for name, (tensor, shapes) in allowed.items():
-        if tensor is None:
-            continue
-        if tuple(tensor.shape) not in shapes:
-            wanted = " or ".join(str(list(shape)) for shape in shapes)
-            raise ValueError(f"{op}: {name} must have shape {wanted}, got {list(tensor.shape)}")
-        if tensor.device != device:
-            raise ValueError(f"{op}: {name} is on {tensor.device}, the tokens are on {device}")
 
 
 def chunk_size_of(op: str, chunk_size: int | None, device: torch.device) -> int:

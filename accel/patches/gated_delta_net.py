@@ -3,12 +3,13 @@
 
 Megatron's layer refuses to be made without that package, whose Triton kernels need a GPU. Here its
 convolution, norm and recurrence are accel's (`accel.ops.causal_conv1d`, `accel.ops.gated_delta_rule`), of
-PyTorch's own products and triangular solves, so they run anywhere; parameters and checkpoints are upstream's.
+PyTorch's own operators alone; parameters and checkpoints are upstream's.
 A state is kept for every 64 tokens, all else is computed again in the backward, in fp32. Upstream's PyTorch
 path, that of ``--deterministic-mode``, has the same numbers, keeps what autograd saves, and takes no packs.
 
 From Megatron 0.18 on. Idle where `flash-linear-attention` is installed, and for models without such layers.
-Not run on a GPU yet.
+Run
+on CPUs so far, on no GPU or NPU yet.
 """
 
 from __future__ import annotations

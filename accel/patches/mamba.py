@@ -2,14 +2,15 @@
 
 Megatron's `MambaMixer` is built on that package's Triton kernels, which need a GPU, and refuses to be made
 without. Here the convolution, the scan and the gated norm are accel's (`accel.ops.split_conv1d_scan`,
-`accel.layers.norm.GatedRMSNorm`), of PyTorch's own products, so they run anywhere; parameters, their keys
-and checkpoints are upstream's. As in upstream's kernel a layer's input is kept and the convolution computed
+`accel.layers.norm.GatedRMSNorm`), made of PyTorch's own operators alone; parameters, their keys and
+checkpoints are upstream's. As in upstream's kernel a layer's input is kept and the convolution computed
 again in the backward. Products and states are fp32.
 
 Training, packed sequences, context parallelism, and generation with a static context work, the latter also
 where Triton has no device. Generation with dynamic batches needs the packages, and says so.
 
-Idle where `mamba-ssm` is installed, and for models without such layers. Not run on a GPU yet.
+Idle where `mamba-ssm` is installed, and for models without such layers. Run on CPUs
+so far, on no GPU or NPU yet.
 """
 
 from __future__ import annotations
@@ -39,24 +40,6 @@ _SILU = ("silu", "swish", True)
 
 class ExtendedRMSNorm(GatedRMSNorm):
     """State dict: `weight [K]`, cut over the tensor-parallel ranks."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        group_size: int | None = None,
-        norm_before_gate: bool = True,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            hidden_size,
-            eps,
-            group_size=group_size,
-            norm_before_gate=norm_before_gate,
-            device=device,
-            dtype=dtype,
-        )
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

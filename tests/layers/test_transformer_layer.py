@@ -19,7 +19,7 @@ def layer(**options) -> TransformerLayer:
     return TransformerLayer(HIDDEN, FFN, HEADS, GROUPS, **{**undropped, **options})
 
 
-def by_torch(x: Tensor, p: dict[str, Tensor], fused: bool) -> Tensor:
+def by_torch(x: Tensor, p: dict[str, Tensor], fused: bool, interleaved: bool) -> Tensor:
     """LayerNorm, GELU, a causal mask and biases, in `[S, B, H]`."""
 
     def norm(x: Tensor, of: str) -> Tensor:
@@ -31,6 +31,10 @@ def by_torch(x: Tensor, p: dict[str, Tensor], fused: bool) -> Tensor:
         torch.cat([p[f"{qkv}.{n}{what}"] for n in names]) for what in ("weight", "bias")
     )
     shared = HIDDEN * GROUPS // HEADS
+    if fused and interleaved:  # each group's rows: those of its two queries, its key, its value
+        rows = torch.arange(len(weight)).view(GROUPS, HEADS // GROUPS + 2, HIDDEN // HEADS)
+        order = torch.cat([rows[:, i].flatten() for i in (slice(2), slice(2, 3), slice(3, 4))])
+        weight, bias = weight[order], bias[order]
     parts = F.linear(norm(x, qkv), weight, bias).split([HIDDEN, shared, shared], dim=-1)
     q, k, v = (t.unflatten(-1, (-1, HIDDEN // HEADS)).permute(1, 2, 0, 3) for t in parts)
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -41,10 +45,11 @@ def by_torch(x: Tensor, p: dict[str, Tensor], fused: bool) -> Tensor:
     return x + F.linear(inner, p[f"{mlp}.fc2_weight"], p[f"{mlp}.fc2_bias"])
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("fused", "interleaved"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
-def test_output_and_gradients(layout: str, fused: bool) -> None:
-    module = layer(fuse_qkv_params=fused, attn_input_format=layout)
+def test_output_and_gradients(layout: str, fused: bool, interleaved: bool) -> None:
+    options = {"fuse_qkv_params": fused, "qkv_weight_interleaved": interleaved}
+    module = layer(attn_input_format=layout, **options)
     parameters = dict(module.named_parameters())
     for parameter in parameters.values():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -52,7 +57,7 @@ def test_output_and_gradients(layout: str, fused: bool) -> None:
     given = x if layout == "sbhd" else x.transpose(0, 1)
     y = module(given)
     y = y if layout == "sbhd" else y.transpose(0, 1)
-    want = by_torch(x, parameters, fused)
+    want = by_torch(x, parameters, fused, interleaved)
     torch.testing.assert_close(y, want)
     leaves = [x, *parameters.values()]
     found = torch.autograd.grad(y.sin().sum(), leaves)
@@ -92,6 +97,8 @@ def test_dropout_is_that_of_training() -> None:
 def test_what_it_has_not() -> None:
     with pytest.raises(NotImplementedError, match="no set_parallel_mode"):
         layer(set_parallel_mode=True)
+    with pytest.raises(ValueError, match="set fuse_qkv_params"):
+        layer(fuse_wgrad_accumulation=True)
     with pytest.raises(ValueError, match="layer_type='decoder'"):
         layer(layer_type="decoder")
     with pytest.raises(ValueError, match="activation='mish'"):

@@ -45,7 +45,7 @@ class TestGroupedGemm(OnNpu, test_grouped_gemm.TestGroupedGemm):
         self.check(inputs)
         x, weight, counts = inputs.tensors
         by_list = test_grouped_gemm.grouped_gemm(x, list(weight), counts, transpose_b=True)
-        # not to the bit: MKL's small products round by how their operands are aligned, on Intel's CPUs
+        # not to the bit: torch.mm rounds by the layout of its operands where the CPU is Intel's
         torch.testing.assert_close(by_list, self.op(*inputs.tensors, **inputs.options))
 
     @pytest.mark.parametrize("dtype", test_grouped_gemm.DTYPES, ids=str)

@@ -220,6 +220,16 @@ def test_bad_input(change, message):
         state_space_scan(**call)
 
 
+def test_a_state_of_another_size_is_no_state_for_a_step():
+    x, dt, a, b, c, d, z, _ = problem(2, 1, torch.float32)
+    with pytest.raises(
+        ValueError, match=r"state must have shape \[slots, 4, 5, 3\], got \[2, 4, 5\]"
+    ):
+        state_space_step(x, dt, a, b, c, torch.zeros(2, HEADS, COLUMNS), d, z)
+    with pytest.raises(ValueError, match=r"state_space_step: a must have shape \[4\], got \[3\]"):
+        state_space_step(x, dt, a[1:], b, c, torch.zeros(2, HEADS, COLUMNS, STATE), d, z)
+
+
 def test_second_derivative_is_an_error():
     leaves = [t.requires_grad_() for t in problem(1, 4, torch.float32)]
     (dx,) = torch.autograd.grad(scan(*leaves)[0].sum(), leaves[0], create_graph=True)

@@ -299,7 +299,7 @@ INTERPRETED = textwrap.dedent("""
 
 
 def test_megatrons_own_kernels_compute_the_same() -> None:
-    """Those of generation, which Megatron carries; `mamba-ssm`'s for training have the same authors."""
+    """Those of generation, which Megatron carries, adapted from `mamba-ssm`'s."""
     result = subprocess.run(
         [sys.executable, "-c", INTERPRETED],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},

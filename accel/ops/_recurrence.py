@@ -1,4 +1,4 @@
-"""How much of a token is left at another one of its chunk, and the gradient of that: shared by recurrences.
+"""What recurrences share: how much of a token is left at another one of its chunk, states, and checks.
 
 With s the running sum of the logarithms of the tokens' decays, exp(s[i] - s[j]) of token j is left at i. The
 sum is fp64, but on NPUs: behind a token that forgets nearly all s is large, and what lies between the tokens
@@ -10,7 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Decays", "chunks_of", "gradient_of_logs"]
+__all__ = [
+    "Decays",
+    "check_segments",
+    "check_shapes",
+    "chunks_of",
+    "first_state",
+    "gradient_of_logs",
+    "used_slots",
+]
 
 
 def chunks_of(num_tokens: int, chunk_size: int) -> list[slice]:
@@ -75,3 +83,47 @@ def gradient_of_logs(pairs: Tensor, reads: Tensor, leaves: Tensor, kept: Tensor)
     dlogs += reads.flip(-1).cumsum(-1).flip(-1)
     dlogs[..., 1:] += leaves.cumsum(-1)[..., :-1]
     return dlogs.add_(kept.unsqueeze(-1))
+
+
+def first_state(x: Tensor, shape: tuple[int, ...], given: Tensor | None) -> Tensor:
+    """What was given, or zeros, in fp32 (fp64 where x is float64)."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_zeros(shape, dtype=wide) if given is None else given.to(wide)
+
+
+def used_slots(x: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Which sequences of x `[B, ...]` there are, and the row of the state of each."""
+    if slots is None:
+        every = torch.arange(x.shape[0], device=x.device)
+        return every, every
+    used = (slots >= 0).nonzero().flatten()
+    return used, slots[used].long()
+
+
+def check_segments(op: str, x: Tensor, segments: Tensor | None) -> None:
+    """Raise unless they are integers, one for each token of x `[B, S, ...]`."""
+    if segments is None:
+        return
+    if segments.shape != x.shape[:2] or segments.is_floating_point() or segments.is_complex():
+        raise ValueError(
+            f"{op}: segments must be integers of shape {list(x.shape[:2])}, got "
+            f"{list(segments.shape)} {segments.dtype}"
+        )
+    if segments.device != x.device:
+        raise ValueError(f"{op}: segments are on {segments.device}, x on {x.device}")
+
+
+def check_shapes(
+    op: str,
+    device: torch.device,
+    allowed: dict[str, tuple[Tensor | None, list[tuple[int, ...]]]],
+) -> None:
+    """Raise unless each tensor that is there has one of its shapes and is on the device."""
+    for name, (tensor, shapes) in allowed.items():
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise ValueError(f"{op}: {name} must have shape {wanted}, got {list(tensor.shape)}")
+        if tensor.device != device:
+            raise ValueError(f"{op}: {name} is on {tensor.device}, the tokens are on {device}")
