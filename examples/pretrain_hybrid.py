@@ -9,7 +9,7 @@ default. Nemotron-H-8B, as far as its layers go:
 
     --hybrid-layer-pattern M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-
     --hidden-size 4096 --ffn-hidden-size 21504 --num-attention-heads 32 --num-query-groups 8 --kv-channels 128
-    --mamba-num-heads 128 --mamba-head-dim 64 --mamba-num-groups 8 --mamba-state-dim 128 --squared-relu
+    --mamba-num-heads 128 --mamba-head-dim 64 --mamba-num-groups 8 --mamba-state-dim 128
     --seq-length 8192 --max-position-embeddings 8192
 """
 
@@ -32,7 +32,7 @@ TOY = {
     "mamba_num_groups": 2,
     "mamba_state_dim": 16,
     "normalization": "RMSNorm",
-    "swiglu": True,
+    "squared_relu": True,
     "add_bias_linear": False,
     "position_embedding_type": "none",
     "untie_embeddings_and_output_weights": True,

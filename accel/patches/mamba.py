@@ -264,6 +264,20 @@ def packing_support(original: Callable[..., Any]) -> Callable[..., Any]:
     return _check_mamba_sequence_packing_support
 
 
+def prepare(context: Context) -> list[str]:
+    """Changes nothing.
+
+    Raises:
+        ValueError: another dtype of the states between chunks is asked for.
+    """
+    asked = getattr(context.args, "mamba_training_ssm_states_dtype", None)
+    if asked is not None and _idle(context) is None:
+        raise ValueError(
+            f"--mamba-training-ssm-states-dtype {asked}: without mamba-ssm states are fp32; leave it out"
+        )
+    return []
+
+
 def _idle(context: Context) -> str | None:
     if importlib.util.find_spec("mamba_ssm") is not None:
         return "mamba-ssm is installed"
@@ -293,6 +307,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     idle=_idle,
+    prepare=prepare,
     benchmarks=("state_space_scan",),
     patches=(
         _ours("HAVE_MAMBA_SSM"),

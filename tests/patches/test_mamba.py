@@ -204,6 +204,15 @@ def test_idle_without_such_layers(args: dict[str, Any] | None, reason: str | Non
     assert mamba.FEATURE.idle(Context("cpu", "0.19.2", given)) == reason
 
 
+def test_states_of_another_dtype_are_refused() -> None:
+    asked = {"hybrid_layer_pattern": "M*", "mamba_training_ssm_states_dtype": "bf16"}
+    with pytest.raises(ValueError, match=r"--mamba-training-ssm-states-dtype bf16: .* are fp32"):
+        mamba.prepare(Context("cpu", "0.19.2", SimpleNamespace(**asked)))
+    for harmless in ({**asked, "hybrid_layer_pattern": "*"}, {"hybrid_layer_pattern": "M*"}):
+        assert mamba.prepare(Context("cpu", "0.19.2", SimpleNamespace(**harmless))) == []
+    assert mamba.prepare(Context("cpu", "0.19.2")) == []
+
+
 def test_idle_where_the_package_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mamba.importlib.util, "find_spec", lambda name: object())
     assert mamba.FEATURE.idle(Context("cpu", "0.19.2")) == "mamba-ssm is installed"
