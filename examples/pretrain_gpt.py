@@ -157,6 +157,15 @@ def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None
 train_valid_test_datasets_provider.is_distributed = True
 
 
+def set_defaults(parser, defaults):
+    """Megatron's parser with other defaults, and a ``--no-NAME`` for each switch that is on."""
+    parser.set_defaults(**defaults)
+    for name, value in defaults.items():
+        if value is True:
+            parser.add_argument("--no-" + name.replace("_", "-"), dest=name, action="store_false")
+    return parser
+
+
 def main(extra_args_provider=None, model_config_from_args=gpt_config_from_args):
     """Train; ``extra_args_provider(parser)`` may add flags to Megatron's parser and set defaults."""
     args = parse_and_validate_args(

@@ -5,7 +5,7 @@
 
 Needs no ``mamba-ssm``. In ``--hybrid-layer-pattern`` M is a Mamba layer, * attention, - an MLP, E a mixture
 of experts, and | ends a pipeline stage. The size is a toy's; a flag on the command line wins over its
-default. Nemotron-H-8B, as far as its layers go:
+default, and ``--no-NAME`` turns off a switch NAME that is on below. Nemotron-H-8B, as far as its layers go:
 
     --hybrid-layer-pattern M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-
     --hidden-size 4096 --ffn-hidden-size 21504 --num-attention-heads 32 --num-query-groups 8 --kv-channels 128
@@ -56,8 +56,7 @@ TOY = {
 
 def with_defaults(parser):
     """Megatron's parser with the toy's defaults."""
-    parser.set_defaults(**TOY)
-    return parser
+    return pretrain_gpt.set_defaults(parser, TOY)
 
 
 if __name__ == "__main__":

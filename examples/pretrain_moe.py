@@ -86,13 +86,9 @@ GROUPED = {"num_query_groups": 2}
 
 
 def with_defaults(parser):
-    """Megatron's parser with the toy's defaults, and a ``--no-NAME`` for each switch that is on."""
-    defaults = TOY | (GROUPED if "--group-query-attention" in sys.argv else LATENT)
-    parser.set_defaults(**defaults)
-    for name, value in defaults.items():
-        if value is True:
-            parser.add_argument("--no-" + name.replace("_", "-"), dest=name, action="store_false")
-    return parser
+    """Megatron's parser with the toy's defaults."""
+    attention = GROUPED if "--group-query-attention" in sys.argv else LATENT
+    return pretrain_gpt.set_defaults(parser, TOY | attention)
 
 
 if __name__ == "__main__":
