@@ -37,6 +37,7 @@ namespace accel {
 
 // Every block's sides are multiples of this: whole vectors, and whole tiles of AMX.
 constexpr int64_t kGranule = 32;
+constexpr int64_t kMaxLanes = 16;  // of any instruction set
 
 // Rows of `pair<E>` share a 32-bit lane of a right operand.
 template <typename E>
@@ -67,7 +68,7 @@ struct GradientTile {
   E* dscores_paired;  // unused where E is float: rows are paired as they are
 };
 
-// One block of softmax: rows are queries.
+// One block of softmax: rows are queries, and there are whole vectors of them, whatever num_queries.
 template <typename E>
 struct SoftmaxTile {
   const float* scores;
@@ -76,9 +77,9 @@ struct SoftmaxTile {
   int64_t num_keys;
   int64_t stride;  // of scores, keep and probs
   float scale;     // times log2(e): powers of 2 are cheaper than those of e
-  float* max;  // [queries], running, times log2(e)
-  float* sum;  // [queries], running
-  float* out;  // what was accumulated so far, to be rescaled; null at the first block
+  float* max;   // [queries], running, times log2(e)
+  float* sums;  // [queries][lanes], running
+  float* out;   // what was accumulated so far, to be rescaled; null at the first block
   int64_t out_cols;
   E* probs;
 };
@@ -91,21 +92,62 @@ struct SoftmaxTile {
 
 namespace accel::ACCEL_ISA {
 
-// Rounds to bf16, in the upper half of each lane: to nearest, ties away from zero, which takes one
-// addition where ties to even take four operations. A NaN whose bits are all ones would overflow, but
-// no operation makes one out of bf16 inputs.
-ACCEL_INLINE VecU32 rounded_bits(Vec v) { return bit_cast<VecU32>(v) + 0x8000u; }
-
-ACCEL_INLINE void store_operand(float* p, Vec v) { store(p, v, Full{}); }
-
-ACCEL_INLINE void store_operand(BFloat16* p, Vec v) {
-  const VecU16 bits = narrow(rounded_bits(v) >> 16);
-  std::memcpy(static_cast<void*>(p), &bits, sizeof(bits));
+// Two vectors as bf16, one after the other. With AVX-512 by one instruction, of an extension that every CPU
+// has whose brgemm takes bf16 (see multiplies_bf16); its intrinsic would need that extension in whatever
+// inlines it.
+ACCEL_INLINE VecU32 to_bf16(Vec first, Vec second) {
+#if ACCEL_LANES == 16
+  VecU32 words;
+  asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(words) : "v"(first), "v"(second));
+  return words;
+#else
+  BFloat16 words[2 * kLanes];
+  store(words, first, Full{});
+  store(words + kLanes, second, Full{});
+  return load_bits<VecU32>(words);
+#endif
 }
 
-// Two rows of a right operand.
-ACCEL_INLINE VecU32 paired(Vec even, Vec odd) {
-  return (rounded_bits(even) >> 16) | (rounded_bits(odd) & 0xffff0000u);
+ACCEL_INLINE void store_bits(void* p, VecU32 bits) { std::memcpy(p, &bits, sizeof(bits)); }
+
+// Two vectors of a row of a left operand.
+ACCEL_INLINE void store_operand(float* p, Vec first, Vec second) {
+  store(p, first, Full{});
+  store(p + kLanes, second, Full{});
+}
+
+ACCEL_INLINE void store_operand(BFloat16* p, Vec first, Vec second) {
+  store_bits(p, to_bf16(first, second));
+}
+
+// A vector in each of two rows of an operand: as a left one, and as a right one, where they are a pair.
+ACCEL_INLINE void store_rows_of_operand(float* p, int64_t stride, float*, Vec even, Vec odd) {
+  store(p, even, Full{});
+  store(p + stride, odd, Full{});
+}
+
+ACCEL_INLINE void store_rows_of_operand(
+    BFloat16* p, int64_t stride, BFloat16* paired, Vec even, Vec odd) {
+  const VecU32 words = to_bf16(even, odd);
+#if ACCEL_LANES == 16
+  _mm256_storeu_si256((__m256i*)p, _mm512_castsi512_si256((__m512i)words));
+  _mm256_storeu_si256((__m256i*)(p + stride), _mm512_extracti64x4_epi64((__m512i)words, 1));
+  if (paired == nullptr) return;
+  typedef uint16_t Index __attribute__((vector_size(64)));
+  Index index;
+  for (int i = 0; i < 2 * kLanes; ++i) index[i] = i / 2 + i % 2 * kLanes;
+  store_bits(paired, (VecU32)_mm512_permutexvar_epi16((__m512i)index, (__m512i)words));
+#else
+  BFloat16 rows[2 * kLanes];
+  store_bits(rows, words);
+  for (int i = 0; i < kLanes; ++i) {
+    p[i] = rows[i];
+    p[i + stride] = rows[i + kLanes];
+    if (paired == nullptr) continue;
+    paired[2 * i] = rows[i];
+    paired[2 * i + 1] = rows[i + kLanes];
+  }
+#endif
 }
 
 // Zeroes what a block of [rows][cols] leaves empty in [out_rows][out_cols].
@@ -122,9 +164,13 @@ void pack_rows(
     int64_t out_cols) {
   pad(rows, cols, out, out_rows, out_cols);
   for (int64_t row = 0; row < rows; ++row) {
-    for_each_vec<1>(cols, [&](int64_t col, int, auto span) {
-      store(out + row * out_cols + col, load(in + row * stride + col, span), span);
-    });
+    if constexpr (std::is_same_v<T, E>) {
+      std::memcpy(static_cast<void*>(out + row * out_cols), in + row * stride, cols * sizeof(T));
+    } else {
+      for_each_vec<1>(cols, [&](int64_t col, int, auto span) {
+        store(out + row * out_cols + col, load(in + row * stride + col, span), span);
+      });
+    }
   }
 }
 
@@ -135,12 +181,15 @@ void pack_paired(
   if constexpr (kPair<E> == 1) {
     pack_rows(in, stride, rows, cols, out, out_rows, out_cols);
   } else {
+    static_assert(std::is_same_v<T, E>);
     pad(rows, cols, out, out_rows, out_cols);
     for (int64_t row = 0; row < rows; row += 2) {
       const T* even = in + row * stride;
       for_each_vec<1>(cols, [&](int64_t col, int, auto span) {
         const Vec odd = row + 1 < rows ? load(even + stride + col, span) : Vec{};
-        const VecU32 lanes = paired(load(even + col, span), odd);
+        // A bf16 number is the upper half of its lane.
+        const VecU32 lanes =
+            (bit_cast<VecU32>(load(even + col, span)) >> 16) | bit_cast<VecU32>(odd);
         store(reinterpret_cast<float*>(out + row * out_cols) + col, bit_cast<Vec>(lanes), span);
       });
     }
@@ -236,70 +285,102 @@ void row_dots(
   }
 }
 
-// The online softmax: a row's maximum so far, the sum of exponentials under it, and the output
-// under it. Tiles are taken by value: what is stored could otherwise change them.
+// 2^v for an operand of type E.
+template <typename E>
+ACCEL_INLINE Vec exp2_for(Vec v) {
+  if constexpr (std::is_same_v<E, BFloat16>) {
+    return exp2_for_bf16(v);
+  } else {
+    return exp2(v);
+  }
+}
+
+// The online softmax: a row's maximum so far, the sum of exponentials under it (in kLanes parts), and the
+// output under it. As many rows at a time as there are lanes: what is one number of a row is then a
+// vector, and no row waits for its own. Tiles are taken by value: what is stored could otherwise change
+// them.
 template <typename E, bool kDropout>
 void softmax_tile(const SoftmaxTile<E> tile) {
-  constexpr float kInfinity = __builtin_inff();
-  for (int64_t row = 0; row < tile.num_queries; ++row) {
-    const float* scores = tile.scores + row * tile.stride;
-    Vec largest[4];
-    for (Vec& v : largest) v = broadcast(-kInfinity);
-    for_each_vec<4>(tile.num_keys, [&](int64_t col, int k, auto) {
-      largest[k] = max(load(scores + col, Full{}), largest[k]);
-    });
-    const float here = max(max(max(largest[0], largest[1]), max(largest[2], largest[3])));
-    const float old = tile.max[row];
-    const float next = here * tile.scale > old ? here * tile.scale : old;
-    const float shift = next == -kInfinity ? 0.0f : next;  // a row with no key so far
+  constexpr int kVecs = kGranule / kLanes;
+  const Vec lowest = broadcast(-__builtin_inff());
+  for (int64_t group = 0; group < tile.num_queries; group += kLanes) {
+    float shifts[kLanes], rescales[kLanes];
+    for (int64_t row = 0; row < kLanes; ++row) {
+      const float* scores = tile.scores + (group + row) * tile.stride;
+      Vec largest[4] = {lowest, lowest, lowest, lowest};
+      for_each_vec<4>(tile.num_keys, [&](int64_t col, int k, auto) {
+        largest[k] = max(load(scores + col, Full{}), largest[k]);
+      });
+      shifts[row] = max(max(max(largest[0], largest[1]), max(largest[2], largest[3])));
+    }
+    const Vec old = load(tile.max + group, Full{});
+    const Vec next = max(load(shifts, Full{}) * tile.scale, old);
+    const Vec shift = next == lowest ? Vec{} : next;  // rows with no key so far
+    store(tile.max + group, next, Full{});
+    store(shifts, shift, Full{});
+    store(rescales, exp2(old - shift), Full{});
 
-    Vec sums[4] = {};
-    for_each_vec<4>(tile.num_keys, [&](int64_t col, int k, auto) {
-      Vec p = exp2(load(scores + col, Full{}) * tile.scale - shift);
-      sums[k] += p;
-      if constexpr (kDropout) p = p * load(tile.keep + row * tile.stride + col, Full{});
-      store_operand(tile.probs + row * tile.stride + col, p);
-    });
-    const float rescale = exp2(broadcast(old - shift))[0];
-    tile.max[row] = next;
-    tile.sum[row] = tile.sum[row] * rescale + sum(tree_sum(sums));
-    if (tile.out == nullptr || rescale == 1.0f) continue;
-    float* out = tile.out + row * tile.out_cols;
-    for_each_vec<4>(tile.out_cols, [&](int64_t col, int, auto) {
-      store(out + col, load(out + col, Full{}) * rescale, Full{});
-    });
+    for (int64_t row = 0; row < kLanes; ++row) {
+      const int64_t begin_row = (group + row) * tile.stride;
+      Vec sums[kVecs] = {};
+      for (int64_t begin = 0; begin < tile.num_keys; begin += kGranule) {
+#pragma GCC unroll 8
+        for (int k = 0; k < kVecs; k += 2) {
+          const int64_t at = begin_row + begin + k * kLanes;
+          Vec p[2];
+#pragma GCC unroll 2
+          for (int i = 0; i < 2; ++i) {
+            const Vec score = load(tile.scores + at + i * kLanes, Full{});
+            p[i] = exp2_for<E>(score * tile.scale - shifts[row]);
+            sums[k + i] += p[i];
+            if constexpr (kDropout) p[i] = p[i] * load(tile.keep + at + i * kLanes, Full{});
+          }
+          store_operand(tile.probs + at, p[0], p[1]);
+        }
+      }
+      float* sum = tile.sums + (group + row) * kLanes;
+      store(sum, load(sum, Full{}) * rescales[row] + tree_sum(sums), Full{});
+      if (tile.out == nullptr || rescales[row] == 1.0f) continue;
+      float* out = tile.out + (group + row) * tile.out_cols;
+      for_each_vec<4>(tile.out_cols, [&](int64_t col, int, auto) {
+        store(out + col, load(out + col, Full{}) * rescales[row], Full{});
+      });
+    }
   }
+}
+
+// The sums of softmax_tile, whole.
+void add_up(const float* sums, int64_t rows, float* totals) {
+  for (int64_t row = 0; row < rows; ++row) totals[row] = sum(load(sums + row * kLanes, Full{}));
 }
 
 // p = e^(scale s - lse),  ds = p (dp - delta); the factor `scale` of ds is left to the end.
 template <typename E, bool kDropout>
 void gradient_tile(const GradientTile<E> tile) {
-  for (int64_t key = 0; key < tile.num_keys; key += kPair<E>) {
+  for (int64_t key = 0; key < tile.num_keys; key += 2) {
     for (int64_t query = 0; query < tile.num_queries; query += kLanes) {
       const Vec lse = load(tile.lse + query, Full{});
       const Vec delta = load(tile.delta + query, Full{});
-      Vec dscores[kPair<E>];
+      const int64_t first = key * tile.num_queries + query;
+      Vec probs[2], dscores[2];
 #pragma GCC unroll 2
-      for (int i = 0; i < kPair<E>; ++i) {
-        const int64_t at = (key + i) * tile.num_queries + query;
-        const Vec p = exp2(load(tile.scores + at, Full{}) * tile.scale - lse);
+      for (int i = 0; i < 2; ++i) {
+        const int64_t at = first + i * tile.num_queries;
+        const Vec p = exp2_for<E>(load(tile.scores + at, Full{}) * tile.scale - lse);
         Vec dprob = load(tile.dprobs + at, Full{});
-        Vec used = p;
+        probs[i] = p;
         if constexpr (kDropout) {
           const Vec keep = load(tile.keep + at, Full{});
           dprob = dprob * keep;
-          used = used * keep;
+          probs[i] = p * keep;
         }
         dscores[i] = p * (dprob - delta);
-        store_operand(tile.probs + at, used);
-        store_operand(tile.dscores + at, dscores[i]);
       }
-      if constexpr (kPair<E> == 2) {
-        const VecU32 lanes = paired(dscores[0], dscores[1]);
-        std::memcpy(
-            static_cast<void*>(tile.dscores_paired + key * tile.num_queries + 2 * query), &lanes,
-            sizeof(lanes));
-      }
+      E* const no_pairs = nullptr;
+      store_rows_of_operand(tile.probs + first, tile.num_queries, no_pairs, probs[0], probs[1]);
+      store_rows_of_operand(
+          tile.dscores + first, tile.num_queries, tile.dscores_paired + first + query, dscores[0],
+          dscores[1]);
     }
   }
 }
@@ -408,8 +489,11 @@ using at::Tensor;
 // Sides of a block: at most these, less for short sequences. Measured on 2 threads of an AMD Zen 4 (1
 // MiB of L2 each; bf16, causal, 8 heads of 4096 x 128; ms): forward with 64 x 512 98, 64 x 256 100, 128
 // x 512 99, 128 x 256 101; forward and backward with 64 x 128 339, 64 x 64 346, 64 x 192 344, 128 x 128
-// 358.
-constexpr int64_t kMaxQueries = 64;  // a multiple of 64: dropout's random bits come by 64 queries
+// 358. On 2 threads of an Intel Xeon with AMX (2 MiB): forward with 128 x 512 24, 64 x 512 24, 128 x 256
+// 25, 64 x 256 26; forward and backward with 128 x 128 91, 64 x 128 108, 256 x 128 96, 128 x 256 91.
+// Multiples of 64: dropout's random bits come by 64 queries.
+constexpr int64_t kMaxQueries = 64;
+constexpr int64_t kMaxQueriesAmx = 128;
 constexpr int64_t kMaxKeysForward = 512;
 constexpr int64_t kMaxKeysBackward = 128;
 
@@ -437,9 +521,27 @@ void multiply(
   at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, add, a, b, c, /*is_vnni=*/false);
 }
 
-// Whether brgemm takes bf16 here: it wants AVX-512 with bf16, or AMX, and throws without.
+bool cpu_has_bf16() {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+bool cpu_has_amx() {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+  return __builtin_cpu_supports("amx-bf16");
+#else
+  return false;
+#endif
+}
+
+// Whether brgemm takes bf16 here, and to_bf16 may be used: brgemm wants AVX-512 with bf16, or AMX, and
+// throws without.
 bool multiplies_bf16() {
   static const bool works = [] {
+    if (!cpu_has_bf16()) return false;
     const std::vector<BFloat16> zeros(kGranule * kGranule);
     std::vector<float> product(kGranule * kGranule);
     try {
@@ -453,6 +555,10 @@ bool multiplies_bf16() {
     return true;
   }();
   return isa() == Isa::avx512 && at::globalContext().userEnabledMkldnn() && works;
+}
+
+bool multiplies_with_amx(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 && multiplies_bf16() && cpu_has_amx();
 }
 
 struct Range {
@@ -490,6 +596,7 @@ struct Problem {
   int64_t width, value_width;  // of a row of q and k, of v and out
   int64_t tokens;              // of q in each batch entry: lse is [batch, heads, tokens]
   int64_t left, right;         // -1: no limit
+  int64_t max_queries;         // in a block
   float scale;
   std::optional<Dropout> dropout;
   std::vector<Sequence> sequences;
@@ -541,8 +648,8 @@ struct Wave {
   int64_t tokens = 0;
   int64_t blocks = 0;
 
-  void add(const Sequence& sequence, int64_t index, int64_t max_keys) {
-    const int64_t query_side = std::min(kMaxQueries, round_up(sequence.num_queries, kGranule));
+  void add(const Sequence& sequence, int64_t index, int64_t max_queries, int64_t max_keys) {
+    const int64_t query_side = std::min(max_queries, round_up(sequence.num_queries, kGranule));
     const int64_t key_side = std::min(max_keys, round_up(sequence.num_keys, kGranule));
     const int64_t num_key_blocks = at::divup(sequence.num_keys, key_side);
     heads.push_back(
@@ -559,7 +666,7 @@ void for_each_wave(const Problem& problem, int64_t max_keys, F f) {
   for (const Sequence& sequence : problem.sequences) {
     if (sequence.num_queries == 0 || sequence.num_keys == 0) continue;
     for (int64_t index = 0; index < problem.num_kv_heads; ++index) {
-      wave.add(sequence, index, max_keys);
+      wave.add(sequence, index, problem.max_queries, max_keys);
       const auto count = static_cast<int64_t>(wave.heads.size());
       if (count >= at::get_num_threads() && wave.tokens >= kTokensPerWave) {
         f(wave);
@@ -707,16 +814,18 @@ struct ForwardScratch {
   float* keep;
   float* out;
   float* max;
+  float* sums;
   float* sum;
 
   ForwardScratch(const Problem& problem, Arena& arena)
-      : query(arena.take<E>(kMaxQueries * problem.padded_width())),
-        probs(arena.take<E>(kMaxQueries * kMaxKeysForward)),
-        scores(arena.take<float>(kMaxQueries * kMaxKeysForward)),
-        keep(problem.dropout ? arena.take<float>(kMaxQueries * kMaxKeysForward) : nullptr),
-        out(arena.take<float>(kMaxQueries * problem.padded_value_width())),
-        max(arena.take<float>(kMaxQueries)),
-        sum(arena.take<float>(kMaxQueries)) {}
+      : query(arena.take<E>(problem.max_queries * problem.padded_width())),
+        probs(arena.take<E>(problem.max_queries * kMaxKeysForward)),
+        scores(arena.take<float>(problem.max_queries * kMaxKeysForward)),
+        keep(problem.dropout ? arena.take<float>(problem.max_queries * kMaxKeysForward) : nullptr),
+        out(arena.take<float>(problem.max_queries * problem.padded_value_width())),
+        max(arena.take<float>(problem.max_queries)),
+        sums(arena.take<float>(problem.max_queries * kMaxLanes)),
+        sum(arena.take<float>(problem.max_queries)) {}
 };
 
 template <typename T, typename E>
@@ -771,8 +880,8 @@ class Forward {
     ACCEL_FOR_THIS_CPU(pack_rows<T, E>)
     (q_.at(s, index, s.first_query, queries.begin), q_.token, count, problem_.width, scratch.query,
      head.query_side, problem_.padded_width());
-    std::fill_n(scratch.max, count, -kInfinity);
-    std::fill_n(scratch.sum, count, 0.0f);
+    std::fill_n(scratch.max, problem_.max_queries, -kInfinity);
+    std::fill_n(scratch.sums, problem_.max_queries * kMaxLanes, 0.0f);
 
     const Range blocks = key_blocks(problem_, head, queries);
     for (int64_t kb = blocks.begin; kb < blocks.end; ++kb) {
@@ -799,7 +908,7 @@ class Forward {
         .stride = head.key_side,
         .scale = problem_.scale * kLog2E,
         .max = scratch.max,
-        .sum = scratch.sum,
+        .sums = scratch.sums,
         .out = first ? nullptr : scratch.out,
         .out_cols = value_width,
         .probs = scratch.probs});
@@ -827,6 +936,7 @@ class Forward {
       const Sequence& s, int64_t head, Range queries, const ForwardScratch<E>& scratch) const {
     auto* unpack = ACCEL_FOR_THIS_CPU(unpack_rows<T>);
     float* lse = lse_ + problem_.lse_at(s, head) + queries.begin;
+    ACCEL_FOR_THIS_CPU(add_up)(scratch.sums, queries.end - queries.begin, scratch.sum);
     for (int64_t row = 0; row < queries.end - queries.begin; ++row) {
       const float sum = scratch.sum[row];
       lse[row] = scratch.max[row] / kLog2E + std::log(sum);  // minus infinity where no key is seen
@@ -847,7 +957,6 @@ class Forward {
 
 template <typename E>
 struct BackwardScratch {
-  static constexpr int64_t kTile = kMaxQueries * kMaxKeysBackward;
   // Of the block of queries: transposed and paired, or paired.
   E *query_t, *query, *dout_t, *dout;
   float *lse, *delta, *dquery_t;
@@ -856,21 +965,22 @@ struct BackwardScratch {
   E *probs, *dscores, *dscores_paired;
 
   BackwardScratch(const Problem& problem, Arena& arena) {
-    const int64_t query_size = kMaxQueries * problem.padded_width();
-    const int64_t out_size = kMaxQueries * problem.padded_value_width();
+    const int64_t tile = problem.max_queries * kMaxKeysBackward;
+    const int64_t query_size = problem.max_queries * problem.padded_width();
+    const int64_t out_size = problem.max_queries * problem.padded_value_width();
     query_t = arena.take<E>(query_size);
     query = arena.take<E>(query_size);
     dout_t = arena.take<E>(out_size);
     dout = arena.take<E>(out_size);
-    lse = arena.take<float>(kMaxQueries);
-    delta = arena.take<float>(kMaxQueries);
+    lse = arena.take<float>(problem.max_queries);
+    delta = arena.take<float>(problem.max_queries);
     dquery_t = arena.take<float>(query_size);
-    scores = arena.take<float>(kTile);
-    dprobs = arena.take<float>(kTile);
-    keep = problem.dropout ? arena.take<float>(kTile) : nullptr;
-    probs = arena.take<E>(kTile);
-    dscores = arena.take<E>(kTile);
-    dscores_paired = kPair<E> == 1 ? dscores : arena.take<E>(kTile);
+    scores = arena.take<float>(tile);
+    dprobs = arena.take<float>(tile);
+    keep = problem.dropout ? arena.take<float>(tile) : nullptr;
+    probs = arena.take<E>(tile);
+    dscores = arena.take<E>(tile);
+    dscores_paired = kPair<E> == 1 ? dscores : arena.take<E>(tile);
   }
 };
 
@@ -1219,6 +1329,7 @@ Problem problem_of(
       .tokens = q.size(0),
       .left = std::min(options.left, kFar),
       .right = std::min(options.right, kFar),
+      .max_queries = multiplies_with_amx(q.scalar_type()) ? kMaxQueriesAmx : kMaxQueries,
       .scale = static_cast<float>(options.scale),
       .dropout = std::nullopt,
       .sequences = sequences_of(q, k, cu_q, cu_k),

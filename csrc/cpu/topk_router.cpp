@@ -115,25 +115,10 @@ ACCEL_INLINE void pad(float* values, int64_t count, float with) {
   for (int64_t j = count; j % kLanes != 0; ++j) values[j] = with;
 }
 
-ACCEL_INLINE VecI32 lane_numbers() {
-  VecI32 lanes;
-  for (int i = 0; i < kLanes; ++i) lanes[i] = i;
-  return lanes;
-}
-
-// Every lane holds the largest of all.
-ACCEL_INLINE Vec max_everywhere(Vec v) {
-#pragma GCC unroll 4
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    v = max(v, __builtin_shuffle(v, (lane_numbers() + step) & (kLanes - 1)));
-  }
-  return v;
-}
-
 ACCEL_INLINE int min_lane(VecI32 v) {
 #pragma GCC unroll 4
   for (int step = kLanes / 2; step > 0; step /= 2) {
-    const VecI32 other = __builtin_shuffle(v, (lane_numbers() + step) & (kLanes - 1));
+    const VecI32 other = rotated(v, step);
     v = v < other ? v : other;
   }
   return v[0];

@@ -26,11 +26,14 @@ ACCEL_INLINE Vec min(Vec a, Vec b) {
 
 ACCEL_INLINE Vec broadcast(float value) { return value - Vec{}; }
 
-ACCEL_INLINE float max(Vec v) {
-  float largest = v[0];
-  for (int i = 1; i < kLanes; ++i) largest = v[i] > largest ? v[i] : largest;
-  return largest;
+// Every lane holds the largest of all.
+ACCEL_INLINE Vec max_everywhere(Vec v) {
+#pragma GCC unroll 4
+  for (int step = kLanes / 2; step > 0; step /= 2) v = max(v, rotated(v, step));
+  return v;
 }
+
+ACCEL_INLINE float max(Vec v) { return max_everywhere(v)[0]; }
 
 // Correctly rounded; NaN below 0.
 ACCEL_INLINE Vec sqrt(Vec v) {
@@ -96,6 +99,24 @@ ACCEL_INLINE Vec exp2(Vec v) {
   p = p * r + 0x1.62e43p-1f;
   p = p * r + 1.0f;
   return scale_by_power_of_2(p, n);
+}
+
+// 2^v for what is rounded to bf16 next: relative error at most 1.6e-7 where the result is normal; 0 for
+// -inf, NaN for NaN. AVX-512 takes floor(v) and the rest by one instruction each, at any v.
+ACCEL_INLINE Vec exp2_for_bf16(Vec v) {
+#if ACCEL_LANES == 16
+  constexpr int kFloor = 0x9;  // and no exceptions
+  const Vec r = (Vec)_mm512_reduce_ps((__m512)v, kFloor);
+  Vec p = broadcast(0x1.e97506p-10f);
+  p = p * r + 0x1.277852p-7f;
+  p = p * r + 0x1.c91ce6p-5f;
+  p = p * r + 0x1.ebdb56p-3f;
+  p = p * r + 0x1.62e4bap-1f;
+  p = p * r + 1.0f;
+  return (Vec)_mm512_scalef_ps((__m512)p, (__m512)v);
+#else
+  return exp2(v);
+#endif
 }
 
 // a / (1 + e^-v), which is a sigmoid(v) with one rounding less.

@@ -292,10 +292,22 @@ ACCEL_INLINE Vec keep(Vec v, Tail tail) {
   return v;
 }
 
+ACCEL_INLINE VecI32 lane_numbers() {
+  VecI32 lanes;
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i;
+  return lanes;
+}
+
+// Lane i of the result is lane i + step of v, around the end.
+template <typename V>
+ACCEL_INLINE V rotated(V v, int step) {
+  return __builtin_shuffle(v, (lane_numbers() + step) & (kLanes - 1));
+}
+
 ACCEL_INLINE float sum(Vec v) {
-  float total = 0.0f;
-  for (int i = 0; i < kLanes; ++i) total += v[i];
-  return total;
+#pragma GCC unroll 4
+  for (int step = kLanes / 2; step > 0; step /= 2) v += rotated(v, step);
+  return v[0];
 }
 
 // Adds up neighbours, then sums of neighbours: fewer roundings in a row than one after the other.
