@@ -53,13 +53,15 @@ class _Piece(NamedTuple):
     tokens: int
 
 
-PIECES = {"cpu": _Piece(512, 512), "cuda": _Piece(8192, 8192)}
+PIECES = {"cpu": _Piece(512, 1024), "cuda": _Piece(8192, 8192)}
 """By type of device; others as CUDA.
 
 CPU: from 512 rows on, more make the products no faster (bf16, H 2048, 2 threads of an AMD Zen 4: 416
 to 441 GFLOP/s for 512 x 1024, 387 to 437 for 2048 x 2048, 336 to 407 for 128 x 32000), and fewer add to
-the buffer more often. At T 2048, H 2048, V 32000 a step takes 2.7 to 3.0 s with 512 tokens as with
-1024, and holds 18.5 MiB against 25.0.
+the buffer more often. At T 2048, H 2048, V 32000 a step takes 2.7 to 3.0 s there with 512 tokens as with
+1024. With AMX (2 threads of an Intel Xeon) it takes 1010 ms with 512 tokens, 850 with 576, 715 to 775 with
+1024, 720 with 2048, holding 16.5, 16.6, 17.1 and 22.0 MiB; 2048 rows by 512 tokens take 570, but hold twice
+the memory, of which the fp32 sums of dh are 16 MiB.
 
 CUDA, not measured: a piece is 128 MiB of bf16, where V 131072 has 2 GiB of logits. What decides is the
 fp32 sum of dh, 8 bytes of each element moved for 2 `tokens` operations: at an H100's 700 TFLOP/s and

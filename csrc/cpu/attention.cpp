@@ -521,27 +521,11 @@ void multiply(
   at::native::cpublas::brgemm(m, n, k, lda, ldb, ldc, add, a, b, c, /*is_vnni=*/false);
 }
 
-bool cpu_has_bf16() {
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-  return __builtin_cpu_supports("avx512bf16");
-#else
-  return false;
-#endif
-}
-
-bool cpu_has_amx() {
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-  return __builtin_cpu_supports("amx-bf16");
-#else
-  return false;
-#endif
-}
-
 // Whether brgemm takes bf16 here, and to_bf16 may be used: brgemm wants AVX-512 with bf16, or AMX, and
 // throws without.
 bool multiplies_bf16() {
   static const bool works = [] {
-    if (!cpu_has_bf16()) return false;
+    if (!cpu_has_avx512_bf16()) return false;
     const std::vector<BFloat16> zeros(kGranule * kGranule);
     std::vector<float> product(kGranule * kGranule);
     try {

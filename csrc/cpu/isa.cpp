@@ -62,6 +62,14 @@ Isa isa() {
   return chosen;
 }
 
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+bool cpu_has_avx512_bf16() { return __builtin_cpu_supports("avx512bf16"); }
+bool cpu_has_amx() { return __builtin_cpu_supports("amx-bf16"); }
+#else
+bool cpu_has_avx512_bf16() { return false; }
+bool cpu_has_amx() { return false; }
+#endif
+
 TORCH_LIBRARY_FRAGMENT(accel, m) {
   m.def("_native_torch_version() -> str", [] { return std::string(TORCH_VERSION); });
   m.def("_native_isa() -> str", [] { return std::string(isa_name(isa())); });

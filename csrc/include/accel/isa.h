@@ -10,4 +10,9 @@ enum class Isa { baseline, avx2, avx512 };
 Isa isa();
 const char* isa_name(Isa);
 
+// What this CPU has beside, whatever ACCEL_CPU_ISA says: conversions to bf16 in 512 bits, and oneDNN's
+// products of bf16 in tiles.
+bool cpu_has_avx512_bf16();
+bool cpu_has_amx();
+
 }  // namespace accel
