@@ -55,6 +55,7 @@ void moe_copy_to_rows(const MoeRows& args, int64_t begin, int64_t end) {
       float* to = static_cast<float*>(args.rows_out) + args.copies.rows[i] * num_cols;
       if constexpr (kStream) {
         for_each_vec<4>(num_cols, [&](int64_t col, int, auto span) {
+          prefetch(from + num_cols, col);  // the next token
           store_one<true>(to + col, load(from + col, span), span);
         });
       } else {
@@ -88,18 +89,20 @@ void moe_weigh_to_rows(const MoeRows& args, int64_t begin, int64_t end) {
   if constexpr (kStream) stream_fence();
 }
 
-// out = sum of weights[i] rows[i] over kCount rows, in fp32, rounded once.
+// out = sum of weights[i] rows[i] over kCount rows, in fp32, rounded once. The next rows are prefetched.
 template <typename T, bool kWeighted, bool kStream, int kCount>
 ACCEL_INLINE void moe_sum(
-    const T* const* rows, const float* weights, T* out, int64_t num_cols) {
-  for_each_vec<2>(num_cols, [&](int64_t col, int, auto span) {
+    const T* const* rows, const T* const* next_rows, const float* weights, T* out,
+    int64_t num_cols) {
+  store_row<kStream>(out, num_cols, [&](int64_t col, auto span) {
     Vec total{};
 #pragma GCC unroll 8
     for (int i = 0; i < kCount; ++i) {
+      prefetch(next_rows[i], col);
       const Vec v = load(rows[i] + col, span);
       total += kWeighted ? v * weights[i] : v;
     }
-    store_one<kStream>(out + col, total, span);
+    return total;
   });
 }
 
@@ -115,22 +118,24 @@ void moe_sum_rows(const MoeRows& args, int64_t begin, int64_t end) {
     T* out = static_cast<T*>(args.tokens_out) + token * num_cols;
     const int64_t* copies = args.copies.rows + args.copies.first[token];
     const int64_t count = args.copies.first[token + 1] - args.copies.first[token];
-    const T* rows[kMost];
+    const int64_t left = args.copies.first[end] - args.copies.first[token];
+    const T *rows[kMost], *next_rows[kMost];
     float weights[kMost];
     for (int64_t i = 0; i < count && i < kMost; ++i) {
       rows[i] = in + copies[i] * num_cols;
+      next_rows[i] = in + copies[count + i < left ? count + i : i] * num_cols;
       weights[i] = kWeighted ? args.weights[copies[i]] : 1.0f;
     }
     switch (count) {
-      case 0: moe_sum<T, kWeighted, kStream, 0>(rows, weights, out, num_cols); break;
-      case 1: moe_sum<T, kWeighted, kStream, 1>(rows, weights, out, num_cols); break;
-      case 2: moe_sum<T, kWeighted, kStream, 2>(rows, weights, out, num_cols); break;
-      case 3: moe_sum<T, kWeighted, kStream, 3>(rows, weights, out, num_cols); break;
-      case 4: moe_sum<T, kWeighted, kStream, 4>(rows, weights, out, num_cols); break;
-      case 5: moe_sum<T, kWeighted, kStream, 5>(rows, weights, out, num_cols); break;
-      case 6: moe_sum<T, kWeighted, kStream, 6>(rows, weights, out, num_cols); break;
-      case 7: moe_sum<T, kWeighted, kStream, 7>(rows, weights, out, num_cols); break;
-      case 8: moe_sum<T, kWeighted, kStream, 8>(rows, weights, out, num_cols); break;
+      case 0: moe_sum<T, kWeighted, kStream, 0>(rows, next_rows, weights, out, num_cols); break;
+      case 1: moe_sum<T, kWeighted, kStream, 1>(rows, next_rows, weights, out, num_cols); break;
+      case 2: moe_sum<T, kWeighted, kStream, 2>(rows, next_rows, weights, out, num_cols); break;
+      case 3: moe_sum<T, kWeighted, kStream, 3>(rows, next_rows, weights, out, num_cols); break;
+      case 4: moe_sum<T, kWeighted, kStream, 4>(rows, next_rows, weights, out, num_cols); break;
+      case 5: moe_sum<T, kWeighted, kStream, 5>(rows, next_rows, weights, out, num_cols); break;
+      case 6: moe_sum<T, kWeighted, kStream, 6>(rows, next_rows, weights, out, num_cols); break;
+      case 7: moe_sum<T, kWeighted, kStream, 7>(rows, next_rows, weights, out, num_cols); break;
+      case 8: moe_sum<T, kWeighted, kStream, 8>(rows, next_rows, weights, out, num_cols); break;
       default:
         for_each_vec<1>(num_cols, [&](int64_t col, int, auto span) {
           Vec total{};

@@ -71,6 +71,20 @@ def test_reads_slices_of_wider_matrices_and_transposes_in_place(k):
 
 
 @needs_kernel
+@pytest.mark.parametrize("m, n, k", [(300, 513, 1025), (257, 255, 513), (1, 600, 1024), (600, 31, 1100)])
+def test_sums_of_whole_numbers_are_exact_across_tiles(m, n, k):
+    """Tiles are up to 256 x 256 x 512; a wrong row, column or depth anywhere changes a whole number."""
+    torch.manual_seed(0)
+    a, b = torch.randint(-3, 4, (k, m)).bfloat16(), torch.randint(-3, 4, (k, n)).bfloat16()
+    start = torch.randint(-5, 6, (m, n)).float()
+    want = start + (a.double().t() @ b.double()).float()
+    for layout in (a, a.t().contiguous().t()):
+        out = start.clone()
+        gemm_accumulate(out, layout, b)
+        assert torch.equal(out, want)
+
+
+@needs_kernel
 def test_needs_no_copy_of_a_transpose():
     from accel.testing.bench import _peak_bytes
 
