@@ -71,7 +71,9 @@ def test_reads_slices_of_wider_matrices_and_transposes_in_place(k):
 
 
 @needs_kernel
-@pytest.mark.parametrize("m, n, k", [(300, 513, 1025), (257, 255, 513), (1, 600, 1024), (600, 31, 1100)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(300, 513, 1025), (257, 255, 513), (1, 600, 1024), (600, 31, 1100)]
+)
 def test_sums_of_whole_numbers_are_exact_across_tiles(m, n, k):
     """Tiles are up to 256 x 256 x 512; a wrong row, column or depth anywhere changes a whole number."""
     torch.manual_seed(0)
