@@ -1,15 +1,33 @@
-"""Features that serve the first layers of each rank: their setting, and which layers these are."""
+"""Where Megatron's layers are built and run, and features that serve the first layers of each rank."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from accel.feature import Setting
 from accel.patching import Patch
 
-__all__ = ["NUM_LAYERS", "FirstLayers", "when_a_layer_is_built"]
+__all__ = [
+    "HYBRID_STACKS",
+    "MAMBA_LAYER",
+    "NUM_LAYERS",
+    "TRANSFORMER_LAYER",
+    "FirstLayers",
+    "when_a_layer_is_built",
+]
+
+TRANSFORMER_LAYER = "megatron.core.transformer.transformer_layer:TransformerLayer"
+MAMBA_LAYER = "megatron.core.ssm.mamba_layer:MambaLayer"
+HYBRID_STACKS = (
+    "megatron.core.models.hybrid.hybrid_block:HybridStack",
+    "megatron.core.ssm.mamba_block:MambaStack",  # 0.17's; later the same class
+)
+"""Blocks of hybrid models, of which a version may lack one."""
+
+_HERE = "accel.patches._layers"
 
 
 def parse_layers(given: Any) -> int:
@@ -31,6 +49,25 @@ NUM_LAYERS = Setting(
 )
 
 
+_offsets: list[int] = []
+"""Of the hybrid stacks that are being built, which number layers from the model's first, not the stage's."""
+
+
+def numbering(init: Callable[..., None]) -> Callable[..., None]:
+    """``HybridStack.__init__(config, submodules, ..., pp_layer_offset=0, ...)``."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        _offsets.append(signature.bind(*args, **kwargs).arguments.get("pp_layer_offset", 0))
+        try:
+            init(*args, **kwargs)
+        finally:
+            _offsets.pop()
+
+    return __init__
+
+
 class FirstLayers:
     """What ``NUM_LAYERS`` was set to while a feature is on."""
 
@@ -43,14 +80,15 @@ class FirstLayers:
         return self._limits.clear
 
     def has(self, layer: Any, layer_number: int) -> bool:
-        """Whether a ``TransformerLayer`` that is being built, the `layer_number`-th of its stage, is one."""
+        """Whether a layer that is being built, the `layer_number`-th of its stage or hybrid model, is one."""
         stages = layer.config.virtual_pipeline_model_parallel_size or 1
-        turn = (layer_number - 1) * stages + (getattr(layer, "vp_stage", None) or 0)
+        before = _offsets[-1] if _offsets else 0
+        turn = (layer_number - 1 - before) * stages + (getattr(layer, "vp_stage", None) or 0)
         (limit,) = self._limits
         return limit is None or turn < limit
 
     def wrapping(self, then: Callable[[Any], None]) -> Callable[..., Any]:
-        """A wrapper of ``TransformerLayer.__init__`` that does `then` with each of these layers."""
+        """A wrapper of a layer's ``__init__`` that does `then` with each of these layers."""
 
         def wrap(init: Callable[..., None]) -> Callable[..., None]:
             @functools.wraps(init)
@@ -71,11 +109,29 @@ class FirstLayers:
         return wrap
 
 
-def when_a_layer_is_built(replacement: str, part: str) -> Patch:
-    """The patch with such a wrapper, ``module:name``, for a part of a layer."""
-    return Patch(
-        target="megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
-        replacement=replacement,
-        how="wrap",
-        why=f"A layer knows its number when it is built, and so whether it recomputes its {part}.",
+def when_a_layer_is_built(
+    replacement: str, part: str, layers: tuple[str, ...] = (TRANSFORMER_LAYER,)
+) -> tuple[Patch, ...]:
+    """The patches with such a wrapper, ``module:name``, for a part of a layer."""
+    knows = "A layer knows its number when it is built, and so whether it recomputes its"
+    return (
+        *(
+            Patch(
+                target=f"{layer}.__init__",
+                replacement=replacement,
+                how="wrap",
+                why=f"{knows} {part}.",
+            )
+            for layer in layers
+        ),
+        *(
+            Patch(
+                target=f"{stack}.__init__",
+                replacement=f"{_HERE}:numbering",
+                how="wrap",
+                why="The number of a layer of a hybrid model counts those of earlier stages.",
+                optional=True,
+            )
+            for stack in HYBRID_STACKS
+        ),
     )

@@ -13,9 +13,11 @@ Ranks of one pipeline stage decide alike, by the largest of their figures. A bud
 told, with the bytes that are missing and what would save them, and training goes on with the choice that
 saves most. Losses are those of stock, bit for bit, whatever is chosen.
 
-What is not known to the plan: layers of other kinds (Mamba), micro-batches of other shapes than the second,
-states of the optimizer that come after the first iteration (where fp16 skips steps), and an optimizer step
-that takes more than the passes do. The peak that PyTorch reports (``max_memory_allocated``) begins anew in
+Mamba layers of hybrid models have a norm and all of them to compute again, and nothing that is swapped.
+
+What is not known to the plan: micro-batches of other shapes than the second, states of the optimizer that
+come after the first iteration (where fp16 skips steps), and an optimizer step that takes more than the
+passes do. The peak that PyTorch reports (``max_memory_allocated``) begins anew in
 the iterations that are measured. On the CPU device runtime the host is the device, and nothing is swapped.
 """
 
@@ -54,7 +56,8 @@ from accel.memory.recompute import Recomputed
 from accel.patches import recompute_activation, swap_attention
 from accel.patches._inner_masters import HOST, SHARED, WANTED
 from accel.patches._kernels import kernels
-from accel.patches.recompute_modules import megatrons_generators, recompute_norms
+from accel.patches._layers import MAMBA_LAYER, TRANSFORMER_LAYER
+from accel.patches.recompute_modules import megatrons_generators, norms_of, recompute_norms
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -321,22 +324,19 @@ ON: list[Planner] = []
 
 
 def spans(layer: Any) -> list[Span]:
-    """The parts of a ``TransformerLayer`` that it can compute again."""
-    from megatron.core.transformer.identity_op import IdentityOp
+    """The parts of a ``TransformerLayer`` or a ``MambaLayer`` that it can compute again."""
     from megatron.core.transformer.mlp import MLP
 
-    found = []
-    for norm in (layer.input_layernorm, layer.pre_mlp_layernorm):
-        if not isinstance(norm, IdentityOp):
-            found.append(Span(NORMS, _before(norm), _behind(norm)))
+    found = [Span(NORMS, _before(norm), _behind(norm)) for norm in norms_of(layer).values()]
     for module in layer.modules():
         if isinstance(module, LayerNormLinear):
             # a method, called once in each forward pass
             found.append(Span(NORMS, *_around(module, "_norm", functools.partial(_timed, module))))
         if isinstance(module, MLP):
             found.append(Span(ACTIVATION, *_around(module, recompute_activation.WATCHERS, tuple)))
-    core = getattr(layer.self_attention, "core_attention", None)
-    if core is not None and hasattr(layer.self_attention, "checkpoint_core_attention"):
+    attention = getattr(layer, "self_attention", None)
+    core = getattr(attention, "core_attention", None)
+    if core is not None and hasattr(attention, "checkpoint_core_attention"):
         # the output is kept: the projection behind needs it
         found.append(Span(ATTENTION, _before(core), _behind(core), keeps_output=True))
     return found
@@ -392,8 +392,9 @@ def switch(layer: Any, parts: frozenset[str]) -> None:
     for module in layer.modules():
         if isinstance(module, MLP):
             setattr(module, recompute_activation.MARK, ACTIVATION in parts)
-    if hasattr(layer.self_attention, "checkpoint_core_attention"):
-        layer.self_attention.checkpoint_core_attention = ATTENTION in parts
+    attention = getattr(layer, "self_attention", None)
+    if attention is not None and hasattr(attention, "checkpoint_core_attention"):
+        attention.checkpoint_core_attention = ATTENTION in parts
 
 
 def _row(measured: Measured) -> list[float]:
@@ -475,7 +476,7 @@ def _say(lines: Sequence[str]) -> None:
 
 
 def planned(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``TransformerLayer.forward``, as a whole or as the plan has it."""
+    """A layer's ``forward``, as a whole or as the plan has it."""
 
     @functools.wraps(forward)
     def forward_(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -559,11 +560,14 @@ FEATURE = Feature(
         recompute_activation.MLP_FORWARD,
         swap_attention.LAYER_INIT,
         *swap_attention.BLOCK_FORWARD,
-        Patch(
-            target="megatron.core.transformer.transformer_layer:TransformerLayer.forward",
-            replacement=f"{_HERE}:planned",
-            how="wrap",
-            why="A layer is computed again as a whole, or parts of it, as the plan has it.",
+        *(
+            Patch(
+                target=f"{layer}.forward",
+                replacement=f"{_HERE}:planned",
+                how="wrap",
+                why="A layer is computed again as a whole, or parts of it, as the plan has it.",
+            )
+            for layer in (TRANSFORMER_LAYER, MAMBA_LAYER)
         ),
         Patch(
             target="megatron.training.training:train_step",

@@ -136,7 +136,7 @@ FEATURE = Feature(
     settings=(NUM_LAYERS,),
     switch_on=LAYERS.switch_on,
     patches=(
-        when_a_layer_is_built(f"{_HERE}:choosing", "activation"),
+        *when_a_layer_is_built(f"{_HERE}:choosing", "activation"),
         MLP_FORWARD,
     ),
 )

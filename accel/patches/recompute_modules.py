@@ -26,6 +26,7 @@ from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, te_serves
 
 _HERE = "accel.patches.recompute_modules"
 _RANDOM = "megatron.core.tensor_parallel.random"
+_NORMS = ("input_layernorm", "pre_mlp_layernorm")
 
 
 class CheckpointWithoutOutput:
@@ -87,12 +88,20 @@ def no_leaves(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     return checkpoint_
 
 
-def recompute_norms(layer: Any, on: bool = True) -> None:
-    """Have a ``TransformerLayer`` free what its norms gave, be they modules or parts of linear layers."""
+def norms_of(layer: Any) -> dict[str, Any]:
+    """The norms of a ``TransformerLayer`` that are modules, by name; a ``MambaLayer`` computes none again,
+    unless it is a part of its first linear layer."""
     from megatron.core.transformer.identity_op import IdentityOp
 
-    layer.recompute_input_layernorm = on and not isinstance(layer.input_layernorm, IdentityOp)
-    layer.recompute_pre_mlp_layernorm = on and not isinstance(layer.pre_mlp_layernorm, IdentityOp)
+    found = {name: getattr(layer, name, None) for name in _NORMS}
+    return {n: norm for n, norm in found.items() if not isinstance(norm, IdentityOp | None)}
+
+
+def recompute_norms(layer: Any, on: bool = True) -> None:
+    """Have a layer free what its norms gave, be they modules or parts of linear layers."""
+    norms = norms_of(layer)
+    for name in filter(functools.partial(hasattr, layer), _NORMS):
+        setattr(layer, f"recompute_{name}", on and name in norms)
     _recompute_in_linear_layers(layer, on)
 
 

@@ -2,7 +2,8 @@
 
 ``--accel-recompute-norm`` (MindSpeed's ``--recompute-norm``): the outputs of the norms before attention and
 before the MLP, ``hidden_size`` elements of a token each, are computed again from the layer's residual
-stream, which is kept anyway, just before the first matrix product behind them needs them.
+stream, which is kept anyway, just before the first matrix product behind them needs them; of a hybrid
+model's Mamba layers that of their one norm, where it is a part of the linear layer behind it.
 ``--accel-recompute-norm-num-layers N`` does so in the first N layers of each rank, its virtual stages in
 turn (MindSpeed's ``--recompute-norm-num-layers``). It is what Megatron's ``--recompute-granularity selective
 --recompute-modules layernorm`` does in every layer, and composes with any other recomputation.
@@ -14,7 +15,13 @@ parts of linear layers. What is freed and what is left alone: ``accel/memory/rec
 from __future__ import annotations
 
 from accel.feature import Feature
-from accel.patches._layers import NUM_LAYERS, FirstLayers, when_a_layer_is_built
+from accel.patches._layers import (
+    MAMBA_LAYER,
+    NUM_LAYERS,
+    TRANSFORMER_LAYER,
+    FirstLayers,
+    when_a_layer_is_built,
+)
 from accel.patches.recompute_modules import recompute_norms
 from accel.upstream import SUPPORTED_RANGE
 
@@ -31,5 +38,7 @@ FEATURE = Feature(
     requires=("recompute_modules",),
     settings=(NUM_LAYERS,),
     switch_on=LAYERS.switch_on,
-    patches=(when_a_layer_is_built("accel.patches.recompute_norm:choosing", "norms"),),
+    patches=when_a_layer_is_built(
+        "accel.patches.recompute_norm:choosing", "norms", (TRANSFORMER_LAYER, MAMBA_LAYER)
+    ),
 )

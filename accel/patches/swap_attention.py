@@ -32,6 +32,7 @@ from accel.feature import Feature, Setting
 from accel.memory.host_split import measure_copies
 from accel.memory.swap import MIN_BYTES, Chain, Swap
 from accel.memory.swap_plan import History
+from accel.patches._layers import HYBRID_STACKS, TRANSFORMER_LAYER
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -160,8 +161,8 @@ def choosing(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def modules_of(layer: Any, names: Sequence[str] = tuple(MODULES)) -> list[torch.nn.Module]:
-    """Those of a ``TransformerLayer``."""
-    return [getattr(layer, MODULES[name]) for name in names]
+    """Those of a ``TransformerLayer``; a ``MambaLayer`` has none."""
+    return [getattr(layer, MODULES[name]) for name in names if hasattr(layer, MODULES[name])]
 
 
 def _enter(module: torch.nn.Module, args: Any) -> None:
@@ -204,17 +205,12 @@ def switch_on(value: bool, modules: Sequence[str]) -> Callable[[], None]:
 
 
 LAYER_INIT = Patch(
-    target="megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+    target=f"{TRANSFORMER_LAYER}.__init__",
     replacement=f"{_HERE}:choosing",
     how="wrap",
     why="The modules whose saved tensors are swapped are known when a layer is built.",
 )
-_BLOCKS = {
-    "megatron.core.transformer.transformer_block:TransformerBlock": False,
-    "megatron.core.models.hybrid.hybrid_block:HybridStack": True,
-    "megatron.core.ssm.mamba_block:MambaStack": True,  # 0.17's; later the same class
-}
-"""Blocks of layers, and whether a version may lack one."""
+_BLOCK = "megatron.core.transformer.transformer_block:TransformerBlock"
 
 BLOCK_FORWARD = tuple(
     Patch(
@@ -222,9 +218,9 @@ BLOCK_FORWARD = tuple(
         replacement=f"{_HERE}:swapping",
         how="wrap",
         why="One forward pass through a block is what its backward pass will go through.",
-        optional=optional,
+        optional=block != _BLOCK,
     )
-    for block, optional in _BLOCKS.items()
+    for block in (_BLOCK, *HYBRID_STACKS)
 )
 
 FEATURE = Feature(

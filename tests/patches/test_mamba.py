@@ -40,22 +40,23 @@ def hybrid(pattern: str = "M", **options: Any) -> Any:
 
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-    config = TransformerConfig(
-        num_layers=len(pattern),
-        hidden_size=HIDDEN,
-        ffn_hidden_size=2 * HIDDEN,
-        num_attention_heads=4,
-        mamba_num_heads=8,
-        mamba_head_dim=8,
-        mamba_num_groups=2,
-        mamba_state_dim=16,
-        normalization="RMSNorm",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        add_bias_linear=False,
-        use_cpu_initialization=True,
-        **{"gradient_accumulation_fusion": False, **options},
-    )
+    given = {
+        "num_layers": len(pattern),
+        "hidden_size": HIDDEN,
+        "ffn_hidden_size": 2 * HIDDEN,
+        "num_attention_heads": 4,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "mamba_num_groups": 2,
+        "mamba_state_dim": 16,
+        "normalization": "RMSNorm",
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "add_bias_linear": False,
+        "use_cpu_initialization": True,
+        "gradient_accumulation_fusion": False,
+    }
+    config = TransformerConfig(**{**given, **options})
     return HybridModel(config, hybrid_stack_spec, VOCABULARY, TOKENS, hybrid_layer_pattern=pattern)
 
 

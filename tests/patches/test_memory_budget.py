@@ -19,6 +19,7 @@ from tests.ops.contract import needs_native
 
 from .blocks import HIDDEN, TOKENS, block, gradients
 from .test_fused_adamw import one_rank
+from .test_mamba import hybrid
 from .test_recompute_modules import BIASES, MOE
 
 LAYERS = 4
@@ -108,6 +109,42 @@ def test_the_peak_is_within_the_budget_and_gradients_are_stocks(
     told = capsys.readouterr().out
     assert "GiB if all is kept" in told
     assert "cannot be saved" not in told
+
+
+@needs_native
+@pytest.mark.parametrize("share", [0.2, 0.6, 1.2])
+def test_mamba_layers_are_in_the_plan(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a hybrid model; the budget: that share of what is between all computed again and all kept."""
+    monkeypatch.setattr(memory_budget, "TOLD_AT", TOLD_AT)
+    passes: list[Any] = []
+    monkeypatch.setattr(memory_budget.Planner, "_compare", lambda _, found: passes.append(found))
+    seeds = [10 * iteration + number for iteration in range(TOLD_AT) for number in range(2)]
+
+    def stack(**config: Any) -> Any:
+        return hybrid("MM*M-M", hidden_size=HIDDEN, **config).decoder
+
+    with one_rank():
+        module = stack()
+        expected = {seed: gradients(module, seed)[0] for seed in seeds}
+        kept = peak_of(module)
+        whole = {"recompute_granularity": "full", "recompute_method": "uniform"}
+        least = peak_of(stack(**whole, recompute_num_layers=1))
+    with one_rank(memory_budget=1.0):
+        module = stack()
+        gradients(module, buffers=True)
+        gc.collect()
+        on = memory_budget.ON[0]
+        budget = int(least + share * (kept - least))
+        on.budget += memory.memory_allocated() + budget - _GIB
+        train(module, TOLD_AT, expected)
+        plan = on.plan
+    assert plan is not None
+    pairs = zip(module.layers, plan.choices, strict=True)
+    names = {type(layer).__name__ for layer, choice in pairs if choice.name != "keep"}
+    assert ("MambaLayer" in names) == (share < 1) == bool(names)
+    layer = (kept - least) / (len(module.layers) - 1)
+    assert passes[0].peak <= on.budget + 0.6 * layer  # temporaries of what is computed again
+    assert passes[0].peak == pytest.approx(on.predicted[0], abs=0.8 * layer)
 
 
 @needs_native

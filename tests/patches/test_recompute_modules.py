@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from accel.memory.recompute import Recomputed
+from accel.patches import recompute_activation
 from accel.patches.recompute_modules import CheckpointWithoutOutput
 from tests.ops.contract import needs_native
 
 from .blocks import HIDDEN, TOKENS, block, gradients
 from .test_fused_adamw import one_rank
+from .test_mamba import hybrid
 
 ACTIVATION = TOKENS * HIDDEN * 4
 """Bytes of what a norm gives."""
@@ -115,6 +117,52 @@ def test_the_first_layers_are_chosen(limit: int | None, count: int) -> None:
         layers = block(3).layers
         found = [x.recompute_input_layernorm and x.recompute_pre_mlp_layernorm for x in layers]
     assert found == [True] * count + [False] * (3 - count)
+
+
+@needs_native
+def test_norms_of_mamba_layers_too() -> None:
+    def stack() -> Any:
+        return hybrid("MM", hidden_size=HIDDEN).decoder
+
+    with one_rank():
+        stock, whole = gradients(stack())
+    held = []
+    for limit in (None, 1):
+        with one_rank(recompute_norm=True, recompute_norm_num_layers=limit):
+            found, num_bytes = gradients(stack())
+        assert all(map(torch.equal, found, stock))
+        held.append(whole - num_bytes)
+    assert held[0] == pytest.approx(2 * held[1], rel=0.05)
+    assert held[1] >= TOKENS * HIDDEN * 4
+
+
+@needs_native
+def test_layers_of_a_later_stage_of_a_hybrid_model_count_from_its_first() -> None:
+    with one_rank(
+        recompute_norm=True,
+        recompute_norm_num_layers=2,
+        recompute_activation=True,
+        recompute_activation_num_layers=2,
+    ):
+        from megatron.core.models.hybrid.hybrid_block import HybridStack
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+        first = hybrid("M-*-", hidden_size=HIDDEN).decoder
+        second = HybridStack(
+            first.config,
+            hybrid_stack_spec.submodules,
+            layer_type_list=list("M-*-"),
+            pp_layer_offset=4,
+            pg_collection=first.pg_collection,
+        )
+    for stack in (first, second):
+        linear = (stack.layers[0].mixer.in_proj, stack.layers[1].mlp.linear_fc1)
+        later = (stack.layers[2].self_attention.linear_qkv, stack.layers[3].mlp.linear_fc1)
+        assert all(module.recompute_norm for module in linear)
+        assert not any(module.recompute_norm for module in later)
+        marked = [getattr(stack.layers[i].mlp, recompute_activation.MARK, False) for i in (1, 3)]
+        assert marked == [True, False]
+    assert second.layers[0].layer_number == 5
 
 
 def test_a_layer_without_norms_is_left_alone() -> None:
