@@ -4,7 +4,7 @@ What a layer adds to the residual stream is read by a norm: that before its MLP,
 the last one. With ``fused_norm``, both are one kernel that reads the stream once. In the backward pass the
 gradient that comes past the norm is added where the norm's is computed. The results have the very bits of the
 two steps. Which norm reads which sum is learnt from the first forward pass, so that it serves both layer
-specs, whose norms are modules or parts of linear layers, and the norm behind the last layer.
+specs, whose norms are modules or parts of linear layers, the norm behind the last layer, and hybrid models.
 
 Where dropout is on, the stream is kept in fp32 (``--fp32-residual-connection``), or a layer is computed again
 as a whole, so that its norm reads a copy, the two are computed apart. **Not with** norms that are
@@ -23,12 +23,13 @@ from torch import Tensor
 from accel.feature import Context, Feature
 from accel.layers.residual import ResidualSum, norm_of
 from accel.patches._kernels import kernels
+from accel.patches._layers import MAMBA_LAYER, TRANSFORMER_LAYER
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE, te_serves
 
 _HERE = "accel.patches.fused_add_norm"
-SUMS = ("self_attn_bda", "cross_attn_bda", "mlp_bda")
-"""A ``TransformerLayer``'s."""
+SUMS = ("self_attn_bda", "cross_attn_bda", "mlp_bda", "mamba_bda")
+"""A ``TransformerLayer``'s, and a ``MambaLayer``'s."""
 
 _ON: list[bool] = []
 
@@ -58,7 +59,7 @@ class AddThenNorm:
 
 
 def with_sums(init: Callable[..., None]) -> Callable[..., None]:
-    """Wraps ``TransformerLayer.__init__``."""
+    """Wraps a layer's ``__init__``."""
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +67,7 @@ def with_sums(init: Callable[..., None]) -> Callable[..., None]:
 
         init(self, *args, **kwargs)
         for name in SUMS:
-            if getattr(self, name) is get_bias_dropout_add:
+            if hasattr(self, name) and getattr(self, name) is get_bias_dropout_add:
                 setattr(self, name, AddThenNorm(get_bias_dropout_add))
 
     return __init__
@@ -131,11 +132,14 @@ FEATURE = Feature(
     unavailable=kernels("add_rms_norm_fwd", "add_rms_norm_bwd"),
     switch_on=switch_on,
     patches=(
-        Patch(
-            target="megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
-            replacement=f"{_HERE}:with_sums",
-            how="wrap",
-            why="Each addition of a layer learns by itself which norm reads it.",
+        *(
+            Patch(
+                target=f"{layer}.__init__",
+                replacement=f"{_HERE}:with_sums",
+                how="wrap",
+                why="Each addition of a layer learns by itself which norm reads it.",
+            )
+            for layer in (TRANSFORMER_LAYER, MAMBA_LAYER)
         ),
         Patch(
             target="accel.layers.norm:rms_norm",

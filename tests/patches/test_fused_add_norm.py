@@ -17,6 +17,7 @@ from tests.ops.contract import needs_native
 
 from .blocks import HIDDEN, TOKENS, block, gradients
 from .test_fused_adamw import one_rank
+from .test_mamba import hybrid
 
 LAYERS = 3
 BIASES = {"add_bias_linear": True, "gated_linear_unit": False, "activation_func": F.gelu}
@@ -88,6 +89,25 @@ def test_the_bits_are_those_of_the_two_steps(case: str, spec: str) -> None:
     assert set(together) <= {(TOKENS, 1, HIDDEN)}
     for ours, stock in zip(found, expected, strict=True):
         assert len(ours) == len(stock)
+        assert all(map(torch.equal, ours, stock))
+
+
+@needs_native
+@pytest.mark.parametrize("config", [{}, FULL], ids=["kept", "computed again"])
+def test_hybrid_models(config: dict[str, Any]) -> None:
+    """One addition in each layer."""
+    pattern = "M-M*"
+
+    def passes() -> list[list[torch.Tensor]]:
+        return three_passes(hybrid(pattern, hidden_size=HIDDEN, **config).decoder)
+
+    with one_rank(fused_norm=True, te_layers=True), counted() as apart:
+        expected = passes()
+    with one_rank(fused_add_norm=True, te_layers=True), counted() as together:
+        found = passes()
+    assert not apart
+    assert len(together) == (0 if config else 2 * len(pattern))
+    for ours, stock in zip(found, expected, strict=True):
         assert all(map(torch.equal, ours, stock))
 
 
