@@ -3,8 +3,8 @@
 From the command line ``rope_fusion`` turns the flag off there, and the same rotation runs unfused, by accel's
 kernel. A program that builds Megatron's configuration itself reaches the two functions below: the rotation
 of the last part of each query, and of the one key part that all heads share, with pairs of neighbours in and
-halves out. They compute what upstream's kernels do in PyTorch, with its gradients, and copy the query where
-upstream overwrites it.
+halves out. They compute what upstream's kernels do in PyTorch, with its gradients, in fp32 and rounded once,
+and copy the query where upstream overwrites it.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def _rows(x: Tensor, starts: Tensor | None, cp_rank: int, cp_size: int) -> Tenso
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | slice) -> Tensor:
     shape = (-1, *(1,) * (x.dim() - 2), x.shape[-1])
     (cos_first, cos_second), (sin_first, sin_second) = (
-        table[rows].reshape(shape).chunk(2, dim=-1) for table in (cos, sin)
+        table[rows].float().reshape(shape).chunk(2, dim=-1) for table in (cos, sin)
     )
-    first, second = x[..., 0::2], x[..., 1::2]
+    first, second = x[..., 0::2].float(), x[..., 1::2].float()
     halves = (first * cos_first - second * sin_first, second * cos_second + first * sin_second)
     return torch.cat(halves, dim=-1).to(x.dtype)
 

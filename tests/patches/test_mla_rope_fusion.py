@@ -73,6 +73,32 @@ def test_like_unfused(starts: Tensor | None, rank: int, size: int) -> None:
     torch.testing.assert_close(*gradients)
 
 
+def test_half_precision_is_rounded_once() -> None:
+    """Forward and backward, of tables that were rounded before."""
+    from megatron.core.transformer import multi_latent_attention as mla
+
+    torch.manual_seed(0)
+    cos, sin = (table.bfloat16() for table in tables()[1:])
+    q = torch.randn(S, B, H, KEPT + TURNED, dtype=torch.bfloat16, requires_grad=True)
+    exact = q.detach().double().requires_grad_()
+    first, second = exact[..., KEPT::2], exact[..., KEPT + 1 :: 2]
+    c, s = (table[:S, ..., : TURNED // 2].double() for table in (cos, sin))
+    halves = (first * c - second * s, second * c + first * s)
+    expected = torch.cat((exact[..., :KEPT], *halves), -1)
+    got = mla.fused_apply_mla_rope_for_q(q, cos, sin, KEPT, TURNED)
+    weight = torch.randn_like(got)
+    pairs = (
+        (got, expected),
+        *zip(
+            torch.autograd.grad(got, q, weight),
+            torch.autograd.grad(expected, exact, weight.double()),
+            strict=True,
+        ),
+    )
+    for ours, definition in pairs:
+        torch.testing.assert_close(ours.double(), definition, rtol=1.01 * 2**-8, atol=1e-6)
+
+
 def test_interleaved_output_is_refused() -> None:
     from megatron.core.transformer import multi_latent_attention as mla
 
