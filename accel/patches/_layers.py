@@ -1,4 +1,4 @@
-"""Where Megatron's layers are built and run, and features that serve the first layers of each rank."""
+"""Where Megatron's layers are built and run, and what features that change them share."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ __all__ = [
     "MAMBA_LAYER",
     "NUM_LAYERS",
     "TRANSFORMER_LAYER",
+    "Altered",
     "FirstLayers",
     "when_a_layer_is_built",
 ]
@@ -47,6 +48,17 @@ NUM_LAYERS = Setting(
     summary="in the first layers of each rank, its virtual stages in turn (default: all)",
     parse=parse_layers,
 )
+
+
+class Altered:
+    """A module with other attributes in place of some of its own."""
+
+    def __init__(self, module: Any, **others: Any) -> None:
+        self._module = module
+        vars(self).update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 _offsets: list[int] = []

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from accel.feature import Feature
 from accel.memory.recompute import Recomputed
-from accel.patches._layers import NUM_LAYERS, FirstLayers, when_a_layer_is_built
+from accel.patches._layers import NUM_LAYERS, Altered, FirstLayers, when_a_layer_is_built
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
 
@@ -51,17 +51,6 @@ LAYERS = FirstLayers()
 choosing = LAYERS.wrapping(mark)
 
 
-class _Part:
-    """A module with other attributes in place of some of its own."""
-
-    def __init__(self, module: Any, **others: Any) -> None:
-        self._module = module
-        vars(self).update(others)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
 class _Layer(torch.nn.Module):
     """A function where Megatron wants a module."""
 
@@ -83,7 +72,7 @@ def _watched(mlp: Any) -> Any:
         ends(args)
         return mlp.linear_fc2(*args)
 
-    return _Part(mlp, linear_fc1=_Layer(fc1), linear_fc2=_Layer(fc2))
+    return Altered(mlp, linear_fc1=_Layer(fc1), linear_fc2=_Layer(fc2))
 
 
 def recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +89,7 @@ def recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
 
         def activation(intermediate: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
             fc1, fc2 = _Layer(lambda x: (intermediate, bias)), _Layer(lambda x: (x, None))
-            between = _Part(self, linear_fc1=fc1, linear_fc2=fc2)
+            between = Altered(self, linear_fc1=fc1, linear_fc2=fc2)
             return forward(between, intermediate, scale, **kwargs)[0]
 
         # no activation draws random numbers
