@@ -13,12 +13,12 @@ Ranks of one pipeline stage decide alike, by the largest of their figures. A bud
 told, with the bytes that are missing and what would save them, and training goes on with the choice that
 saves most. Losses are those of stock, bit for bit, whatever is chosen.
 
-Mamba layers of hybrid models have a norm and all of them to compute again, and nothing that is swapped.
+Of a hybrid model's Mamba layer the norm is computed again, or all of it; nothing of it is swapped.
 
 What is not known to the plan: micro-batches of other shapes than the second, states of the optimizer that
 come after the first iteration (where fp16 skips steps), and an optimizer step that takes more than the
-passes do. The peak that PyTorch reports (``max_memory_allocated``) begins anew in
-the iterations that are measured. On the CPU device runtime the host is the device, and nothing is swapped.
+passes do. The peak that PyTorch reports (``max_memory_allocated``) begins anew in the iterations that are
+measured. On the CPU device runtime the host is the device, and nothing is swapped.
 """
 
 from __future__ import annotations

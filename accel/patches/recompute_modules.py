@@ -89,8 +89,7 @@ def no_leaves(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def norms_of(layer: Any) -> dict[str, Any]:
-    """The norms of a ``TransformerLayer`` that are modules, by name; a ``MambaLayer`` computes none again,
-    unless it is a part of its first linear layer."""
+    """The norms of a layer that are modules which it can compute again, by name; of a ``MambaLayer`` none."""
     from megatron.core.transformer.identity_op import IdentityOp
 
     found = {name: getattr(layer, name, None) for name in _NORMS}
