@@ -80,6 +80,18 @@ def numbering(init: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
+_NUMBERING = tuple(
+    Patch(
+        target=f"{stack}.__init__",
+        replacement=f"{_HERE}:numbering",
+        how="wrap",
+        why="The number of a layer of a hybrid model counts those of earlier stages.",
+        optional=True,
+    )
+    for stack in HYBRID_STACKS
+)
+
+
 class FirstLayers:
     """What ``NUM_LAYERS`` was set to while a feature is on."""
 
@@ -136,14 +148,5 @@ def when_a_layer_is_built(
             )
             for layer in layers
         ),
-        *(
-            Patch(
-                target=f"{stack}.__init__",
-                replacement=f"{_HERE}:numbering",
-                how="wrap",
-                why="The number of a layer of a hybrid model counts those of earlier stages.",
-                optional=True,
-            )
-            for stack in HYBRID_STACKS
-        ),
+        *_NUMBERING,
     )
