@@ -43,13 +43,14 @@ def vocab_parallel(upstream: Callable[..., Tensor]) -> Callable[..., Tensor]:
         label_smoothing: float = 0.0,
         tp_group: Any = None,
     ) -> Tensor:
+        given = {} if tp_group is None else {"tp_group": tp_group}
         if tp_group is None:
             from megatron.core.parallel_state import get_tensor_model_parallel_group
 
             tp_group = get_tensor_model_parallel_group()
         if label_smoothing > 0 and tp_group.size() > 1:
             log_fallback("fused_cross_entropy", "label smoothing over several ranks")
-            return upstream(vocab_parallel_logits, target, label_smoothing)
+            return upstream(vocab_parallel_logits, target, label_smoothing, **given)
         return _loss(vocab_parallel_logits, target, tp_group, label_smoothing=label_smoothing)
 
     return call

@@ -88,15 +88,29 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     batches = pyfuncitem.session.stash.setdefault(_BATCHES, {})
     batch = batches.setdefault((pyfuncitem.path, world_size), Batch(world_size))
-    if pyfuncitem.nodeid not in batch.outcomes:
+    first = pyfuncitem.nodeid not in batch.outcomes
+    if first:
         batch.run(_siblings(pyfuncitem, world_size))
-    outcome, text = batch.outcomes[pyfuncitem.nodeid]
-    if outcome == "skipped":
-        pytest.skip(text)
-    if outcome != "passed":
-        pytest.fail(text, pytrace=False)
-    print(text)
+    found = batch.outcomes[pyfuncitem.nodeid]
+    elsewhere = sum(other.seconds for other in batch.outcomes.values())
+    pyfuncitem.stash[_LATER] = found.seconds - (elsewhere if first else 0.0)
+    if found.result == "skipped":
+        pytest.skip(found.text)
+    if found.result != "passed":
+        pytest.fail(found.text, pytrace=False)
+    print(found.text)
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """``--durations`` shows what each test took on its ranks, and the launch with the first."""
+    report = yield
+    if report.when == "call":
+        report.duration += item.stash.get(_LATER, 0.0)
+    return report
 
 
 @pytest.hookimpl(wrapper=True)
@@ -121,8 +135,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if _REPORTS not in os.environ or not under_torchrun():
         return
     text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
-    row = {"test": report.nodeid, "when": report.when, "outcome": report.outcome, "text": text}
-    row["printed"] = report.capstdout
+    row = {
+        "test": report.nodeid,
+        "when": report.when,
+        "outcome": report.outcome,
+        "text": text,
+        "printed": report.capstdout,
+        "seconds": report.duration,
+    }
     with open(Path(os.environ[_REPORTS]) / f"rank{os.environ['RANK']}.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
 
@@ -187,14 +207,24 @@ def _agent_store(session: pytest.Session) -> Any:
     return session.stash[_AGENT]
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Of one test on all its ranks."""
+
+    result: str
+    """``passed``, ``failed`` or ``skipped``."""
+    text: str
+    """Of the first rank that was not fine, or what rank 0 printed."""
+    seconds: float = 0.0
+    """Of the rank that took longest."""
+
+
 @dataclass
 class Batch:
     """The marked tests of one module, and what became of them."""
 
     world_size: int
-    outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Test -> ``passed``, ``failed`` or ``skipped``, and the text of the first rank that was not fine,
-    or what rank 0 printed."""
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def run(self, tests: Sequence[str]) -> None:
         """Launch until every test has an outcome."""
@@ -211,7 +241,7 @@ class Batch:
             left = [t for t in left if t not in self.outcomes]
             if left:  # the ranks died in the first test that has no outcome
                 why = "hung" if status is None else f"ended with exit status {status}"
-                self.outcomes[left.pop(0)] = ("failed", f"a rank {why}\n{_tail(output)}")
+                self.outcomes[left.pop(0)] = Outcome("failed", f"a rank {why}\n{_tail(output)}")
 
     def _read(self, reports: Path, tests: Sequence[str]) -> None:
         files = [reports / f"rank{rank}.jsonl" for rank in range(self.world_size)]
@@ -223,17 +253,24 @@ class Batch:
         for test in tests:
             phases = [(rank, row) for rank, row in rows if row["test"] == test]
             bad = [(rank, row) for rank, row in phases if row["outcome"] != "passed"]
+            seconds = max(
+                (row["seconds"] for _, row in phases if row["when"] == "call"), default=0.0
+            )
             if bad:
                 bad.sort(key=lambda rank_row: rank_row[1]["outcome"] != "failed")
                 rank, row = bad[0]
-                self.outcomes[test] = (row["outcome"], f"rank {rank}: {row['text']}")
+                self.outcomes[test] = Outcome(
+                    row["outcome"], f"rank {rank}: {row['text']}", seconds
+                )
             elif sum(row["when"] == "teardown" for _, row in phases) == self.world_size:
                 printed = [r["printed"] for rank, r in phases if rank == 0 and r["when"] == "call"]
-                self.outcomes[test] = ("passed", "".join(printed))
+                self.outcomes[test] = Outcome("passed", "".join(printed), seconds)
 
 
 _LAUNCHER = Launcher()
 _AGENT: pytest.StashKey[Any] = pytest.StashKey()
+_LATER: pytest.StashKey[float] = pytest.StashKey()
+"""What a test's own time is more than its call's here."""
 _BATCHES: pytest.StashKey[dict[tuple[Path, int], Batch]] = pytest.StashKey()
 
 

@@ -8,11 +8,12 @@ file runs on 8 gloo ranks, forked from one process that has imported torch and M
 no rank ran it, as passed if it passed wherever it ran, as failed if it stopped a rank; a file whose time is
 over is one failure, which says how many of its tests are left.
 
-What became of each file, and what its ranks printed, is kept in the folder of `--results`. A file that was
-run with the very same commit of accel is not run again: so a long run can be resumed. The report
-(`--report`) has a row for each of them, and keeps those it had of other files, in a record beside it
-(`megatron-tests.json`); files that had failures there are run first. `--plain` runs them with nothing but
-the CPU redirect, and keeps the results in a folder of their own: the report's column `before`.
+What became of each file, and what its ranks printed, is kept in the folder of `--results`, for each version
+of Megatron. A file that was run with the very same commit of accel is not run again: so a long run can be
+resumed. `--report PAGE.md` writes an overview of the versions, and a page for each into the folder `PAGE`,
+with a row for each file that was run; the rows it had of other files stay, in a record beside it
+(`<version>.json`). Files that had failures there are run first. `--plain` runs them with nothing but the CPU
+redirect, and keeps the results in a folder of their own: the report's column `before`.
 
 `tests/megatron_expected.toml` names the failures that are known, with the reason of each; the exit status
 is 1 if a test fails that is not there, or one that is there passes; `sometimes` allows both.
@@ -36,6 +37,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from accel.testing import bench, megatron_plugin
 from accel.testing.distributed import free_port
 from accel.testing.megatron_plugin import RESULTS
@@ -52,7 +55,9 @@ FOLDERS = (
     "dist_checkpointing",
     "optimizer",
     "ssm",
+    "a2a_overlap",
 )
+"""Of these, with what is in them; of `tests/unit_tests` itself the files."""
 WORLD_SIZE = 8
 APART = "the ranks met in different collectives"
 TIME_IS_OVER = "the file's time is over"
@@ -88,7 +93,8 @@ def find_files(checkout: Path) -> dict[Path, str]:
             f"make test-megatron: {checkout} has no tests/unit_tests; "
             "give MEGATRON=<a clone of Megatron-LM>"
         )
-    files = (f for folder in FOLDERS for f in sorted((unit_tests / folder).rglob("test_*.py")))
+    files = [f for folder in FOLDERS for f in sorted((unit_tests / folder).rglob("test_*.py"))]
+    files += sorted(unit_tests.glob("test_*.py"))
     return {file: str(file.relative_to(unit_tests)) for file in files}
 
 
@@ -298,11 +304,14 @@ def main() -> int:
     sys.path.insert(0, str(checkout))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _prepare(plain=args.plain)
-    results, before = args.results.resolve(), args.results.resolve() / "plain"
+    version = importlib.import_module("megatron.core").__version__.partition("+")[0]
+    results = args.results.resolve() / version
+    before = results / "plain"
     folder = before if args.plain else results
     folder.mkdir(parents=True, exist_ok=True)
     known = tomllib.loads(EXPECTED.read_text())
-    record = args.report and args.report.with_suffix(".json")
+    page = args.report and args.report.with_suffix("") / f"{version}.md"
+    record = page and page.with_suffix(".json")
     rows = json.loads(record.read_text()) if record and record.exists() else {}
     found = []
     asked = [file for file in names if args.only in names[file]]
@@ -324,8 +333,10 @@ def main() -> int:
         update(rows, found, [r for r in plain if r])
         shown = [n for n in names.values() if n in rows and not why_not_run(n, known)]
         rows = {name: rows[name] for name in shown}
+        page.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(json.dumps(rows, indent=1) + "\n")
-        args.report.write_text(report(rows, known, len(names)))
+        page.write_text(report(rows, known, len(names), version))
+        args.report.write_text(overview(page.parent, known))
     if args.plain:
         return 0
     wrong = unexpected(found, known["failure"])
@@ -393,26 +404,85 @@ def update(rows: dict[str, dict], found: list[FileResult], plain: list[FileResul
         rows.setdefault(result.name, {})["before"] = counts
 
 
-def report(rows: dict[str, dict], known: dict[str, Any], num_files: int) -> str:
-    """The page `docs/megatron-tests.md` of `rows`, as `update` makes them, of `num_files` files."""
-    version = importlib.import_module("megatron.core").__version__.partition("+")[0]
-    ran = [row for row in rows.values() if "passed" in row]
-    passed, failed, skipped = (sum(row[o] for row in ran) for o in OUTCOMES)
-    causes = collections.Counter(
-        expected_reason(name, test, known["failure"]) or "not listed"
-        for name, row in rows.items()
-        for test in row.get("failures", ())
-    )
-    beyond = sum(
-        count for reason, count in causes.items() if reason.startswith(tuple(known["beyond"]))
-    )
-    if unnamed := failed - causes.total():
-        causes["recorded by number alone, in an earlier run"] = unnamed
+@dataclass(frozen=True)
+class Counts:
+    """What a version's rows add up to."""
+
+    rows: dict[str, dict]
+    known: dict[str, Any]
+
+    @property
+    def ran(self) -> list[dict]:
+        return [row for row in self.rows.values() if "passed" in row]
+
+    @property
+    def totals(self) -> tuple[int, int, int]:
+        """Tests that passed, failed, were skipped."""
+        passed, failed, skipped = (sum(row[o] for row in self.ran) for o in OUTCOMES)
+        return passed, failed, skipped
+
+    @property
+    def causes(self) -> collections.Counter[str]:
+        """Reason -> tests that fail for it."""
+        causes = collections.Counter(
+            expected_reason(name, test, self.known["failure"]) or "not listed"
+            for name, row in self.rows.items()
+            for test in row.get("failures", ())
+        )
+        if unnamed := self.totals[1] - causes.total():
+            causes["recorded by number alone, in an earlier run"] = unnamed
+        return causes
+
+    @property
+    def share(self) -> float:
+        """Of the tests that ran, those that passed."""
+        passed, failed, _ = self.totals
+        return passed / max(1, passed + failed)
+
+    @property
+    def servable_share(self) -> float:
+        """The same, without those that need what is `beyond`."""
+        beyond = tuple(self.known["beyond"])
+        out = sum(count for reason, count in self.causes.items() if reason.startswith(beyond))
+        passed, failed, _ = self.totals
+        return passed / max(1, passed + failed - out)
+
+
+def overview(folder: Path, known: dict[str, Any]) -> str:
+    """The page `docs/megatron-tests.md`: a row for each version that has a record in `folder`."""
+    lines = [
+        "<!-- Written by `make test-megatron MEGATRON=<checkout>`. -->",
+        "",
+        "# Megatron-LM's own unit tests",
+        "",
+        f"On {WORLD_SIZE} gloo ranks of a CPU, accel on top (preset fast), without Transformer Engine "
+        f"and Apex: {', '.join(FOLDERS)}, and the files beside these folders. `servable` leaves out the "
+        f"tests that need one of: {'; '.join(known['beyond'])}. A version's page has every file, and why "
+        "tests fail.",
+        "",
+        "| Megatron-LM | files | passed | failed | skipped | passed of those that ran | of the servable |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    records = [(Version(path.stem), path) for path in folder.glob("*.json")]
+    for version, path in sorted(records, reverse=True):
+        of = Counts(json.loads(path.read_text()), known)
+        totals = " | ".join(map(str, of.totals))
+        page = f"[{version}]({folder.name}/{version}.md)"
+        lines.append(
+            f"| {page} | {len(of.ran)} | {totals} | {of.share:.1%} | {of.servable_share:.1%} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def report(rows: dict[str, dict], known: dict[str, Any], num_files: int, version: str) -> str:
+    """A version's page of `rows`, as `update` makes them, of `num_files` files."""
+    of = Counts(rows, known)
+    passed, failed, skipped = of.totals
     before = [row["before"] for row in rows.values() if "before" in row]
-    compared = "The column `before` is filled by `--plain`, which was not run."
+    compared = "The column `passed before` is filled by `--plain`, which was not run."
     if before:
         counts = ", ".join(f"{sum(b[o] for b in before)} {o}" for o in OUTCOMES)
-        both = [row for row in ran if "before" in row]
+        both = [row for row in of.ran if "before" in row]
         now = ", ".join(f"{sum(row[o] for row in both)} {o}" for o in OUTCOMES)
         compared = (
             f"Before, with the CPU redirect alone: {counts} in {len(before)} files, which now have {now}; a "
@@ -421,14 +491,13 @@ def report(rows: dict[str, dict], known: dict[str, Any], num_files: int) -> str:
     lines = [
         "<!-- Written by `make test-megatron MEGATRON=<checkout>`. -->",
         "",
-        "# Megatron-LM's own unit tests",
+        f"# Megatron-LM {version}'s own unit tests",
         "",
-        f"Megatron-LM {version}, {WORLD_SIZE} gloo ranks on the CPU, "
+        f"On {WORLD_SIZE} gloo ranks on the CPU, "
         "accel on top (preset fast), without Transformer Engine and Apex.",
         "",
-        f"**{passed} passed, {failed} failed, {skipped} skipped** in {len(ran)} of {num_files} files: "
-        f"{passed / max(1, passed + failed):.1%} of the tests that ran, "
-        f"{passed / max(1, passed + failed - beyond):.1%} of those that need none of: "
+        f"**{passed} passed, {failed} failed, {skipped} skipped** in {len(of.ran)} of {num_files} files: "
+        f"{of.share:.1%} of the tests that ran, {of.servable_share:.1%} of those that need none of: "
         f"{'; '.join(known['beyond'])}.",
         "",
         compared,
@@ -439,7 +508,7 @@ def report(rows: dict[str, dict], known: dict[str, Any], num_files: int) -> str:
         "",
         "| why they fail | tests |",
         "|---|---|",
-        *(f"| {reason} | {count} |" for reason, count in causes.most_common()),
+        *(f"| {reason} | {count} |" for reason, count in of.causes.most_common()),
         "",
         "| not run | why |",
         "|---|---|",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import accel
 from accel.feature import Context
-from accel.patches.fused_cross_entropy import without_te
+from accel.patches.fused_cross_entropy import vocab_parallel, without_te
 from accel.testing.tolerance import assert_close_to_baseline
 from tests.ops.contract import needs_native
 
@@ -142,6 +143,24 @@ def test_label_smoothing(size: int) -> None:
                 torch.testing.assert_close(ours, theirs)
     finally:
         leave()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_label_smoothing_of_a_group_that_is_named_stays_there(named: bool) -> None:
+    """Not that of the default tensor-parallel group; before megatron-core 0.19 there is nothing to name."""
+    from megatron.core import parallel_state
+
+    pair, calls = SimpleNamespace(size=lambda: 2), []
+
+    def upstream(*args: Any, **options: Any) -> Tensor:
+        calls.append((args, options))
+        return logits
+
+    logits, labels = torch.randn(2, 3, 8), torch.zeros(2, 3, dtype=torch.long)
+    options = {"tp_group": pair} if named else {}
+    with patch.object(parallel_state, "get_tensor_model_parallel_group", lambda: pair):
+        assert vocab_parallel(upstream)(logits, labels, 0.1, **options) is logits
+    assert calls == [((logits, labels, 0.1), options)]
 
 
 @pytest.mark.distributed(world_size=1)

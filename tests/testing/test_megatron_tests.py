@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from accel.testing import megatron_tests
 from accel.testing.megatron_tests import (
     WORLD_SIZE,
     FileResult,
+    overview,
     report,
     unexpected,
     update,
@@ -150,11 +152,13 @@ def test_the_report_counts_what_ran() -> None:
     before = [result(a="passed", b="failed")]
     rows: dict[str, dict] = {}
     update(rows, found, before)
-    text = report(rows, known, 3)
+    text = report(rows, known, 3, "0.18.2")
     assert (
         "**2 passed, 1 failed, 1 skipped** in 1 of 3 files: 66.7% of the tests that ran, 100.0%"
         in text
     )
+    assert text.startswith("<!-- ")
+    assert "# Megatron-LM 0.18.2's own unit tests" in text
     assert "| needs FP8 | 1 |" in text
     assert "| x.py | too large |" in text
     assert (
@@ -162,6 +166,22 @@ def test_the_report_counts_what_ran() -> None:
         "2 passed, 1 failed, 1 skipped" in text
     )
     assert f"| {FILE} | 1 | 2 | 1 | 1 | why | c0ffee |" in text
+
+
+def test_the_overview_has_a_row_for_each_version(tmp_path: Path) -> None:
+    known = {"failure": KNOWN, "beyond": ["needs FP8"], "not_run": []}
+    for version, outcomes in (
+        ("0.9.1", {"a": "passed"}),
+        ("0.18.2", {"a": "passed", "fp8": "failed"}),
+    ):
+        rows: dict[str, dict] = {}
+        update(rows, [result(**outcomes)], [])
+        (tmp_path / f"{version}.json").write_text(json.dumps(rows))
+    lines = overview(tmp_path, known).splitlines()
+    assert lines[-2:] == [
+        f"| [0.18.2]({tmp_path.name}/0.18.2.md) | 1 | 1 | 1 | 0 | 50.0% | 100.0% |",
+        f"| [0.9.1]({tmp_path.name}/0.9.1.md) | 1 | 1 | 0 | 0 | 100.0% | 100.0% |",
+    ]
 
 
 def test_a_row_stays_until_its_file_is_run_again() -> None:
@@ -179,7 +199,7 @@ def test_a_row_stays_until_its_file_is_run_again() -> None:
         "failures": {},
     }
     rows["old.py"] = {"passed": 1, "failed": 2, "skipped": 0, "commit": "abc", "first": "why then"}
-    text = report(rows, {"failure": [], "beyond": [], "not_run": []}, 9)
+    text = report(rows, {"failure": [], "beyond": [], "not_run": []}, 9, "0.18.2")
     assert "**3 passed, 3 failed, 0 skipped** in 3 of 9 files" in text
     assert "| recorded by number alone, in an earlier run | 2 |" in text
     assert "| old.py |  | 1 | 2 | 0 | why then | abc |" in text
@@ -229,10 +249,13 @@ def test_files_that_failed_go_first(
     tests.mkdir(parents=True)
     for name in ("a", "b", "c"):
         (tests / f"test_{name}.py").touch()
+    (tests.parent / "test_d.py").touch()
     kept = {"passed": 1, "failed": 0, "skipped": 0, "commit": "old", "failures": {}}
     failed = {**kept, "failed": 1, "failures": {"d": "why"}}
     rows = {"fusions/test_a.py": kept, "fusions/test_b.py": failed, "fusions/test_c.py": failed}
-    record = tmp_path / "report.json"
+    version = importlib.import_module("megatron.core").__version__.partition("+")[0]
+    record = tmp_path / "report" / f"{version}.json"
+    record.parent.mkdir()
     record.write_text(json.dumps(rows))
 
     def run_file(checkout: Path, file: Path, *_: object) -> FileResult:
@@ -250,4 +273,5 @@ def test_files_that_failed_go_first(
     capsys.readouterr()
     assert megatron_tests.main() == 0
     ran = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert ran == ["fusions/test_c.py", "fusions/test_a.py", "fusions/test_b.py"]
+    assert ran == ["fusions/test_c.py", "fusions/test_a.py", "fusions/test_b.py", "test_d.py"]
+    assert "| 4 | 4 | 0 | 0 | 100.0% | 100.0% |" in (tmp_path / "report.md").read_text()
