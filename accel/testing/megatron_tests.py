@@ -456,11 +456,11 @@ def overview(folder: Path, known: dict[str, Any]) -> str:
         "# Megatron-LM's own unit tests",
         "",
         f"On {WORLD_SIZE} gloo ranks of a CPU, accel on top (preset fast), without Transformer Engine "
-        f"and Apex: {', '.join(FOLDERS)}, and the files beside these folders. `servable` leaves out the "
-        f"tests that need one of: {'; '.join(known['beyond'])}. A version's page has every file, and why "
-        "tests fail.",
+        f"and Apex: {', '.join(FOLDERS)}, and the files beside these folders. The last column "
+        f"leaves out tests that fail for one of these reasons: {'; '.join(known['beyond'])}. A "
+        "version's page has every file, and why tests fail.",
         "",
-        "| Megatron-LM | files | passed | failed | skipped | passed of those that ran | of the servable |",
+        "| Megatron-LM | files | passed | failed | skipped | passed of those that ran | of the others |",
         "|---|---|---|---|---|---|---|",
     ]
     records = [(Version(path.stem), path) for path in folder.glob("*.json")]
