@@ -26,7 +26,8 @@ from accel.parallel.context import owners
 __all__ = ["LayerNorm", "RMSNorm", "modules"]
 
 
-def _no_fp8(*args: Any, **kwargs: Any) -> NoReturn:
+def no_fp8(*args: Any, **kwargs: Any) -> NoReturn:
+    """What is called where a model would compute in FP8 or FP4. Raises NotImplementedError."""
     raise NotImplementedError(
         "FP8 and FP4 need Transformer Engine: accel's layers compute in fp32, bf16 and fp16 so far"
     )
@@ -70,7 +71,7 @@ class LayerNorm(_Norm, norm.LayerNorm):
 class DelayedScaling:
     """A recipe for FP8: cannot be made."""
 
-    __init__ = _no_fp8
+    __init__ = no_fp8
 
 
 class FP8GlobalStateManager:
@@ -100,7 +101,7 @@ def fp8_autocast(enabled: bool = False, **options: Any) -> contextlib.AbstractCo
         NotImplementedError: `enabled`.
     """
     if enabled:
-        _no_fp8()
+        no_fp8()
     return contextlib.nullcontext()
 
 
@@ -144,7 +145,7 @@ def modules(
         FP8GlobalStateManager=FP8GlobalStateManager,
         check_fp8_support=check_fp8_support,
         fp8_autocast=fp8_autocast,
-        fp8_model_init=_no_fp8,
+        fp8_model_init=no_fp8,
     )
     ops = _module(
         "pytorch.ops",
@@ -157,7 +158,7 @@ def modules(
     ranks = _module(
         "pytorch.distributed",
         activation_recompute_forward=activation_recompute_forward,
-        checkpoint=_no_fp8,
+        checkpoint=no_fp8,
         **distributed,
     )
     pytorch = _module(
@@ -169,11 +170,11 @@ def modules(
         Linear=Linear,
         RMSNorm=RMSNorm,
         TransformerLayer=TransformerLayer,
-        autocast=_no_fp8,
+        autocast=no_fp8,
         distributed=ranks,
         fp8=fp8,
         ops=ops,
-        quantized_model_init=_no_fp8,
+        quantized_model_init=no_fp8,
     )
     package = _module("", common=common, pytorch=pytorch)
     routing = _module("pytorch.router", **router)

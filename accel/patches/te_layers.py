@@ -451,6 +451,14 @@ FEATURE = Feature(
             why="The operations that grouped experts are made of with the op fuser.",
             optional=True,
         ),
+        *(
+            Patch(
+                target=f"{EXPERTS}:{name}",
+                replacement="accel.layers.stand_in:no_fp8",
+                why="Grouped experts in FP8 call it when they are made, and it is None.",
+            )
+            for name in ("Fp8Padding", "Fp8Unpadding")
+        ),
         Patch(
             target=f"{EXPERTS}:TEGroupedMLP._is_fused_impl_supported",
             replacement="accel.patches.te_layers:importing_layers",

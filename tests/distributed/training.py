@@ -4,6 +4,7 @@ compared with."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import os
@@ -12,6 +13,7 @@ import runpy
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from filelock import FileLock
@@ -75,6 +77,10 @@ def train(flags: list[str]) -> str:
 
     Megatron prints the loss on the last rank; the others return lines without it.
     """
+    if (
+        "megatron.training" in sys.modules
+    ):  # a process's first run imports it behind accel, as users do
+        _read_docstrings_once()
     printed = io.StringIO()
     argv, sys.argv = sys.argv, [str(SCRIPT), *_model(flags), *flags]
     try:
@@ -127,6 +133,22 @@ def _model(flags: list[str]) -> list[str]:
     return [word for word in MODEL if not (latent and word == "--group-query-attention")]
 
 
+@functools.cache
+def _read_docstrings_once() -> None:
+    """Megatron parses the source of its configs for the help of its flags, twice in a run: a quarter of it."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    read = ArgumentGroupFactory._get_field_docstrings
+    known: dict[type, dict[str, str]] = {}
+
+    def docstrings(self: ArgumentGroupFactory, config: type) -> dict[str, str]:
+        if config not in known:
+            known[config] = read(self, config)
+        return known[config]
+
+    ArgumentGroupFactory._get_field_docstrings = docstrings
+
+
 def _forget_megatron() -> None:
     """Megatron keeps its state in module globals; give the next run in this process a clean start."""
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
@@ -152,8 +174,8 @@ def _drop_graphs() -> bool:
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
     everything = gc.get_objects()
-    dispatchers = [each for each in everything if issubclass(type(each), MoETokenDispatcher)]
-    optimizers = [each for each in everything if issubclass(type(each), DistributedOptimizer)]
+    dispatchers = _instances(MoETokenDispatcher, everything)
+    optimizers = _instances(DistributedOptimizer, everything)
     for dispatcher in dispatchers:
         dispatcher.probs = dispatcher.local_probs = None
     for optimizer in optimizers:
@@ -164,3 +186,11 @@ def _drop_graphs() -> bool:
                 group["params"] = []
         vars(optimizer).clear()
     return bool(dispatchers or optimizers)
+
+
+def _instances(kind: type, everything: list[Any]) -> list[Any]:
+    """As by `isinstance`, which takes ten times as long and wakes lazy objects."""
+    kinds = {kind}
+    while more := {sub for each in kinds for sub in each.__subclasses__()} - kinds:
+        kinds |= more
+    return [each for each in everything if type(each) in kinds]

@@ -75,6 +75,16 @@ def test_a_layer_that_recomputes_its_output_asks_for_fp8_and_is_told_no(enabled:
     torch.testing.assert_close(x.grad, 3 * expected * (1 - expected))
 
 
+@pytest.mark.parametrize("options", [{}, {"align_size": 256}])
+def test_experts_in_fp8_are_one_line(options: dict[str, int], enabled: None) -> None:
+    """Of a model that is built without the command line, which says so first."""
+    from megatron.core.transformer.moe import experts
+
+    for name in ("Fp8Padding", "Fp8Unpadding"):
+        with pytest.raises(NotImplementedError, match="FP8 and FP4 need Transformer Engine"):
+            getattr(experts, name)(4, **options)
+
+
 def test_the_tokens_of_a_pack_that_a_rank_holds(enabled: None) -> None:
     from megatron.core import utils
 
