@@ -135,7 +135,7 @@ def _model(flags: list[str]) -> list[str]:
 
 @functools.cache
 def _read_docstrings_once() -> None:
-    """Megatron parses the source of its configs for the help of its flags, twice in a run: a quarter of it."""
+    """Megatron parses the source of its configs for the help of its flags, twice a run: a quarter of it."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     read = ArgumentGroupFactory._get_field_docstrings
