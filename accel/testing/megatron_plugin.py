@@ -22,7 +22,11 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
+import accel
+
 RESULTS = "ACCEL_UPSTREAM_RESULTS"
+OPTIONS: dict[str, Any] = {"device": "cpu", "preset": "fast"}
+"""Of `accel.enable`, in this run."""
 APART = 4
 """Exit status of a rank that met another rank in another collective."""
 
@@ -136,6 +140,14 @@ def reuse_groups() -> None:
 
     parallel_state.create_group = create_or_take
     parallel_state.destroy_model_parallel = destroy_and_keep
+
+
+def pytest_runtest_setup() -> None:
+    """A test whose flags accel refuses has taken accel back: outside of tests the process ends there."""
+    from accel.session import SESSION
+
+    if SESSION.device is None:
+        accel.enable(**OPTIONS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

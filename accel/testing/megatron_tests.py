@@ -547,8 +547,9 @@ def _prepare(plain: bool) -> None:
     from accel.patches import FEATURES
 
     torch.set_num_threads(1)
-    off = {feature.name: False for feature in FEATURES} if plain else {}
-    accel.enable(device="cpu", preset="off" if plain else "fast", **off)
+    if plain:
+        megatron_plugin.OPTIONS |= {"preset": "off"} | {f.name: False for f in FEATURES}
+    accel.enable(**megatron_plugin.OPTIONS)
     for name in (
         "megatron.core.models.gpt",
         "megatron.core.models.T5",

@@ -105,6 +105,7 @@ from accel.testing import megatron_tests
 checkout = pathlib.Path(sys.argv[1])
 limits = argparse.Namespace(file_seconds=150, test_seconds=60, plain=True)
 file = checkout / "tests" / "unit_tests" / "test_x.py"
+megatron_tests._prepare(plain=True)
 result = megatron_tests.run_file(checkout, file, checkout / "results", limits)
 assert result.collected == 4
 print(json.dumps(result.outcomes))
@@ -116,7 +117,8 @@ def test_a_file_goes_on_behind_a_test_that_ends_a_rank(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     ends = "def test_b():\n    if os.environ['RANK'] == '3': os._exit(1)\n    time.sleep(100)"
     text = (
-        f"import os, time\ndef test_a(): pass\n{ends}\ndef test_c(): assert 0\ndef test_d(): pass\n"
+        "import os, time\nfrom accel.session import SESSION\ndef test_a(): pass\n"
+        f"{ends}\ndef test_c(): SESSION.disable(); assert 0\ndef test_d(): assert SESSION.device\n"
     )
     (folder / "test_x.py").write_text(text)
     done = subprocess.run(
