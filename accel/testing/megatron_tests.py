@@ -468,10 +468,10 @@ def overview(folder: Path) -> str:
         "",
         f"On {WORLD_SIZE} gloo ranks of a CPU, accel on top (preset fast), without Transformer Engine "
         f"and Apex: {', '.join(FOLDERS)}, and the files beside these folders. The last column "
-        f"leaves out tests that fail for one of these reasons: {beyond}. A "
-        "version's page has every file, and why tests fail.",
+        f"leaves out the tests that fail for one of these reasons: {beyond}. A version's page has every "
+        "file, and why tests fail.",
         "",
-        "| Megatron-LM | files | passed | failed | skipped | passed of those that ran | of the others |",
+        "| Megatron-LM | files | passed | failed | skipped | passed of what ran | without these |",
         "|---|---|---|---|---|---|---|",
     ]
     for version, path in sorted(records.items(), reverse=True):

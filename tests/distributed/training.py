@@ -77,9 +77,7 @@ def train(flags: list[str]) -> str:
 
     Megatron prints the loss on the last rank; the others return lines without it.
     """
-    if (
-        "megatron.training" in sys.modules
-    ):  # a process's first run imports it behind accel, as users do
+    if "megatron.training" in sys.modules:  # the first run imports it behind accel, as users do
         _read_docstrings_once()
     printed = io.StringIO()
     argv, sys.argv = sys.argv, [str(SCRIPT), *_model(flags), *flags]
@@ -189,7 +187,7 @@ def _drop_graphs() -> bool:
 
 
 def _instances(kind: type, everything: list[Any]) -> list[Any]:
-    """As by `isinstance`, which takes ten times as long and wakes lazy objects."""
+    """As by `isinstance`, which would wake lazy objects."""
     kinds = {kind}
     while more := {sub for each in kinds for sub in each.__subclasses__()} - kinds:
         kinds |= more
