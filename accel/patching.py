@@ -28,16 +28,21 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 __all__ = [
+    "AUDIENCE",
     "Applied",
     "Binding",
     "Patch",
     "PatchError",
+    "aliases",
     "apply",
     "plan",
     "replaced_by",
     "resolve",
     "source_hash",
 ]
+
+AUDIENCE = ("megatron", "__main__")
+"""Who is told that a cuda device exists, and whose copies of patched functions are rebound."""
 
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
 
@@ -142,7 +147,7 @@ class Applied:
                 continue
             if id(c.new) not in swaps or _has_aliases(c.raw):
                 swaps[id(c.new)] = (c.new, c.raw)
-        for module, name, (_, before) in _aliases(swaps, self.scope):
+        for module, name, (_, before) in aliases(swaps, self.scope):
             if (module.__name__, name) not in self.own_copies:
                 _set(module, name, before)
         self.changes.clear()
@@ -244,7 +249,7 @@ def apply(patches: Iterable[Patch], *, scope: Sequence[str] = ("megatron",)) -> 
     changes = plan(patches)
     applied = Applied(changes=changes, scope=tuple(scope))
     new = {id(c.new): (c.new, None) for c in changes if _has_aliases(c.new)}
-    applied.own_copies = {(m.__name__, name) for m, name, _ in _aliases(new, applied.scope)}
+    applied.own_copies = {(m.__name__, name) for m, name, _ in aliases(new, applied.scope)}
     try:
         for c in changes:
             _bind(applied, c.owner, c.name, c.new)
@@ -253,7 +258,7 @@ def apply(patches: Iterable[Patch], *, scope: Sequence[str] = ("megatron",)) -> 
             for c in changes
             if isinstance(c.owner, types.ModuleType) and _has_aliases(c.raw)
         }
-        for module, name, (_, new) in list(_aliases(swaps, applied.scope)):
+        for module, name, (_, new) in list(aliases(swaps, applied.scope)):
             _bind(applied, module, name, new)
     except BaseException:
         applied.undo()
@@ -393,7 +398,7 @@ def _has_aliases(value: Any) -> bool:
     return callable(value) or isinstance(value, types.ModuleType)
 
 
-def _aliases(
+def aliases(
     swaps: Mapping[int, tuple[Any, Any]], scope: tuple[str, ...]
 ) -> Iterable[tuple[types.ModuleType, str, tuple[Any, Any]]]:
     """Every module-level name in ``scope`` that is bound to the first object of one of the

@@ -25,13 +25,10 @@ from accel.feature import (
     taken_by_others,
 )
 from accel.patches import FEATURES, command_line
-from accel.patching import Applied, PatchError
+from accel.patching import AUDIENCE, Applied, PatchError
 from accel.upstream import SUPPORTED_MEGATRON, megatron_version
 
 __all__ = ["SESSION", "Session"]
-
-AUDIENCE = ("megatron", "__main__")
-"""Who is told that a cuda device exists, and whose copies of patched functions are rebound."""
 
 _GENERAL = ("preset", "strict", "allow_untested_megatron", "device")
 _log = logging.getLogger("accel")

@@ -20,7 +20,6 @@ import pretrain_gpt
 from megatron.training.argument_utils import hybrid_config_from_args
 
 TOY = {
-    "spec": ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
     "hybrid_layer_pattern": "M-M*M-M*",
     "hidden_size": 64,
     "ffn_hidden_size": 128,

@@ -38,7 +38,7 @@ import importlib.util
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ from accel import patching
 from accel.feature import Context, Feature
 from accel.layers import stand_in
 from accel.patches._told import told
-from accel.patching import Patch
+from accel.patching import AUDIENCE, Patch, aliases
 from accel.upstream import SUPPORTED_RANGE, te_installed, te_serves
 
 HAVE_TE = True
@@ -178,8 +178,9 @@ holds."""
 SPECS_BY_VALUE = (
     f"{_CORE}.models.hybrid.hybrid_layer_specs",
     f"{_CORE}.models.mamba.mamba_layer_specs",  # 0.17
+    f"{_CORE}.post_training.modelopt.hybrid.model_specs",  # of the first's
 )
-"""Modules whose specs are made when they are imported."""
+"""Modules whose specs are made when they are imported, each behind those it takes from."""
 
 UNGUARDED = (f"{EXTENSION}_spec_provider", f"{_CORE}.models.backends")
 """Those that copied ``None`` from the extension and have no ``HAVE_TE`` of their own."""
@@ -333,21 +334,43 @@ def with_te_norm(original: Callable[..., None]) -> Callable[..., None]:
 
 def build_specs_again() -> Callable[[], None]:
     """The specs of hybrid models are made when their module is imported and hold the mocks by value: they
-    are made once more. Returns what brings the old ones back."""
-    before = {m: dict(vars(m)) for m in map(sys.modules.get, SPECS_BY_VALUE) if m is not None}
+    are made once more, for the modules too that have copied them. Returns what brings the old ones back."""
+    modules = [m for m in map(sys.modules.get, SPECS_BY_VALUE) if m is not None]
+    before = _names_of(modules)
 
     def undo() -> None:
-        for module, names in before.items():
+        made = _names_of(modules)
+        for module, names in zip(modules, before, strict=True):
             vars(module).clear()
             vars(module).update(names)
+        _replace_copies(made, before)
 
     try:
-        for module in before:
+        for module in modules:
             importlib.reload(module)
+        _replace_copies(before, _names_of(modules))
     except BaseException:
         undo()
         raise
     return undo
+
+
+def _names_of(modules: Sequence[types.ModuleType]) -> list[dict[str, Any]]:
+    return [dict(vars(module)) for module in modules]
+
+
+def _replace_copies(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> None:
+    """Whoever holds a spec of the `old` modules, under any name, gets that of the `new`."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    swaps = {
+        id(spec): (spec, after[name])
+        for before, after in zip(old, new, strict=True)
+        for name, spec in before.items()
+        if isinstance(spec, ModuleSpec) and name in after
+    }
+    for module, name, (_, spec) in list(aliases(swaps, AUDIENCE)):
+        setattr(module, name, spec)
 
 
 def prepare(context: Context) -> list[str]:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from accel import patching
 from accel.parallel.schedule import results
 from accel.patches import _v_placement
-from accel.session import AUDIENCE, SESSION
+from accel.patching import AUDIENCE
+from accel.session import SESSION
 from accel.testing.distributed import under_torchrun
 
 from .training import MODEL, _forget_megatron

@@ -160,20 +160,68 @@ def test_what_the_wrappers_copied_from_megatron_is_patched_with_it() -> None:
     assert executed._initialize_affine_weight_cpu is before
 
 
+def hybrid_specs() -> tuple[types.ModuleType, str]:
+    """The module of hybrid models' specs and its default; megatron-core 0.17 calls them Mamba models."""
+    for name, spec in zip(
+        te_layers.SPECS_BY_VALUE, ("hybrid_stack_spec", "mamba_stack_spec"), strict=False
+    ):
+        if importlib.util.find_spec(name.rpartition(".")[0]) is not None:
+            return importlib.import_module(name), spec
+    raise AssertionError
+
+
 def test_specs_that_hold_classes_by_value_are_made_again_and_brought_back() -> None:
     accel.enable(preset="off", device="cpu", te_layers=False)
     try:
-        from megatron.core.models.hybrid import hybrid_layer_specs
-
-        before = hybrid_layer_specs.hybrid_stack_spec
+        specs, name = hybrid_specs()
+        before = getattr(specs, name)
         accel.enable(preset="off", device="cpu")
         from accel.layers.linear import Linear
 
-        layer = hybrid_layer_specs.hybrid_stack_spec.submodules.attention_layer
+        layer = getattr(specs, name).submodules.attention_layer
         assert issubclass(layer.submodules.self_attention.submodules.linear_proj, Linear)
     finally:
         accel.disable()
-    assert hybrid_layer_specs.hybrid_stack_spec is before
+    assert getattr(specs, name) is before
+
+
+def test_copies_of_these_specs_are_replaced_and_brought_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Megatron's builder of hybrid models copies the default spec where it is imported, before any feature is
+    on; and ModelOpt's spec is made of it."""
+    accel.enable(preset="off", device="cpu", te_layers=False)
+    try:
+        importlib.import_module("megatron.training")
+        specs, name = hybrid_specs()
+        copy = types.ModuleType("megatron.copies_a_spec")
+        monkeypatch.setitem(sys.modules, copy.__name__, copy)
+        copy.mine = before = getattr(specs, name)
+        held = holders(before)
+        accel.enable(preset="off", device="cpu")
+        made = getattr(specs, name)
+        assert made is not before
+        assert copy.mine is made
+        assert holders(made) == held
+        assert not holders(before)
+        if modelopt := sys.modules.get(te_layers.SPECS_BY_VALUE[2]):
+            layers = modelopt.hybrid_stack_spec_no_moe_grouped_gemm.submodules
+            assert layers.mamba_layer is made.submodules.mamba_layer
+    finally:
+        accel.disable()
+    assert copy.mine is before
+    assert holders(before) == held
+
+
+def holders(spec: object) -> set[tuple[str, str]]:
+    """Module and name of each that is bound to it."""
+    return {
+        (module.__name__, name)
+        for module in list(sys.modules.values())
+        if isinstance(module, types.ModuleType) and module.__name__.startswith("megatron")
+        for name, value in vars(module).items()
+        if value is spec
+    }
 
 
 @dataclass
