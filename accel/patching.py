@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 AUDIENCE = ("megatron", "__main__")
-"""Who is told that a cuda device exists, and whose copies of patched functions are rebound."""
+"""The packages in whose modules copies of what is patched are rebound; they alone see the device runtime."""
 
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
 

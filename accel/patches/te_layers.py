@@ -175,12 +175,13 @@ PARTITION = (
 """Modules that ask Transformer Engine's C++ half, as `tex`, which tokens of a pack a context-parallel rank
 holds."""
 
-SPECS_BY_VALUE = (
+MOCKS_BY_VALUE = (
     f"{_CORE}.models.hybrid.hybrid_layer_specs",
     f"{_CORE}.models.mamba.mamba_layer_specs",  # 0.17
     f"{_CORE}.post_training.modelopt.hybrid.model_specs",  # of the first's
+    "megatron.training.activation_logging",  # the types of layers that it logs
 )
-"""Modules whose specs are made when they are imported, each behind those it takes from."""
+"""Modules that hold the mocks by value since they were imported, each behind those it takes from."""
 
 UNGUARDED = (f"{EXTENSION}_spec_provider", f"{_CORE}.models.backends")
 """Those that copied ``None`` from the extension and have no ``HAVE_TE`` of their own."""
@@ -332,10 +333,11 @@ def with_te_norm(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def build_specs_again() -> Callable[[], None]:
-    """The specs of hybrid models are made when their module is imported and hold the mocks by value: they
-    are made once more, for the modules too that have copied them. Returns what brings the old ones back."""
-    modules = [m for m in map(sys.modules.get, SPECS_BY_VALUE) if m is not None]
+def make_again() -> Callable[[], None]:
+    """Specs of hybrid models and lists of types are made when their module is imported, and hold the mocks by
+    value: they are made once more, specs also for the modules that have copied them. Returns what brings the
+    old ones back."""
+    modules = [m for m in map(sys.modules.get, MOCKS_BY_VALUE) if m is not None]
     before = _names_of(modules)
 
     def undo() -> None:
@@ -435,7 +437,7 @@ FEATURE = Feature(
     idle=_idle,
     prepare=prepare,
     around_validation=told_while_validating,
-    switch_on=build_specs_again,
+    switch_on=make_again,
     patches=(
         *(_class(EXTENSION, name) for name in CLASSES),
         *(_class(module, name) for module, names in GUARDED.items() for name in names),

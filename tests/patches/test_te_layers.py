@@ -163,7 +163,7 @@ def test_what_the_wrappers_copied_from_megatron_is_patched_with_it() -> None:
 def hybrid_specs() -> tuple[types.ModuleType, str]:
     """The module of hybrid models' specs and its default; megatron-core 0.17 calls them Mamba models."""
     for name, spec in zip(
-        te_layers.SPECS_BY_VALUE, ("hybrid_stack_spec", "mamba_stack_spec"), strict=False
+        te_layers.MOCKS_BY_VALUE, ("hybrid_stack_spec", "mamba_stack_spec"), strict=False
     ):
         if importlib.util.find_spec(name.rpartition(".")[0]) is not None:
             return importlib.import_module(name), spec
@@ -204,13 +204,33 @@ def test_copies_of_these_specs_are_replaced_and_brought_back(
         assert copy.mine is made
         assert holders(made) == held
         assert not holders(before)
-        if modelopt := sys.modules.get(te_layers.SPECS_BY_VALUE[2]):
+        if modelopt := sys.modules.get(te_layers.MOCKS_BY_VALUE[2]):
             layers = modelopt.hybrid_stack_spec_no_moe_grouped_gemm.submodules
             assert layers.mamba_layer is made.submodules.mamba_layer
     finally:
         accel.disable()
     assert copy.mine is before
     assert holders(before) == held
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron.training.activation_logging") is None,
+    reason="megatron-core 0.17 logs no activations",
+)
+def test_layers_whose_activations_are_logged_are_ours() -> None:
+    """Their types are listed where Megatron's module is imported, before any feature is on."""
+    accel.enable(preset="off", device="cpu", te_layers=False)
+    try:
+        logging = importlib.import_module("megatron.training.activation_logging")
+        before = logging.LINEAR_TYPES
+        accel.enable(preset="off", device="cpu")
+        from accel.layers.linear import Linear
+
+        assert not isinstance(torch.nn.ReLU(), logging.LINEAR_TYPES), "a mock is no type"
+        assert any(issubclass(kind, Linear) for kind in logging.LINEAR_TYPES)
+    finally:
+        accel.disable()
+    assert logging.LINEAR_TYPES is before
 
 
 def holders(spec: object) -> set[tuple[str, str]]:
