@@ -15,6 +15,9 @@ parameter's state. The checkpoint code has five faults with it:
   at ``KeyError: 'step'``; here it is that of the other parameters, or 0;
 * likewise for what was saved so, by the optimizers that are not distributed; here it is 0, if the moments are
   0 too.
+
+An optimizer without a step count, as Lion beside Muon, is asked for it as well, and fails; here it is saved and
+loaded without one, as with Apex.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ FEATURE = Feature(
             replacement="accel.patches.adam_resume:with_a_step_count",
             how="wrap",
             expects=("self",),
-            why="Upstream asks an optimizer that has no states for its step count, and stops.",
+            why="Upstream asks optimizers that have no step count, or no states yet, for it, and stops.",
         ),
         Patch(
             target=f"{_TARGET}._set_main_param_and_optimizer_states",
@@ -105,23 +108,32 @@ def with_a_step_count(state_dict: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(state_dict)
     def with_step_count(self: Any) -> Any:
         optimizer = self.optimizer
-        started = any("step" in state for state in optimizer.state.values())
-        if started or not isinstance(optimizer, torch.optim.Adam):
+        if any("step" in state for state in optimizer.state.values()):
             return state_dict(self)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # upstream looks at all states for the count, and passes none of them on
-        steps = 0 if parameters else self.accel_step_count
+        steps = 0 if parameters else getattr(self, "accel_step_count", 0)
         for key in parameters or ["accel"]:
             optimizer.state[key]["step"] = torch.tensor(float(steps))
         try:
-            return state_dict(self)
+            saved = state_dict(self)
         finally:
             for key in parameters or ["accel"]:
                 del optimizer.state[key]["step"]
                 if not optimizer.state[key]:
                     del optimizer.state[key]
+        if not _counts_steps(optimizer):  # with Apex or Transformer Engine it would have none
+            for group in saved["optimizer"]["param_groups"]:
+                group.pop("step", None)
+        return saved
 
     return with_step_count
+
+
+def _counts_steps(optimizer: Any) -> bool:
+    """Adam does, SGD and Lion do not; Megatron's hybrid optimizer consists of others."""
+    parts = getattr(optimizer, "sub_optimizers", [optimizer])
+    return any(isinstance(part, torch.optim.Adam) for part in parts)
 
 
 def step_count_kept(set_states: Callable[..., None]) -> Callable[..., None]:
@@ -135,12 +147,23 @@ def step_count_kept(set_states: Callable[..., None]) -> Callable[..., None]:
 def step_counts_apart(load_state_dict: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     @functools.wraps(load_state_dict)
     def load(self: Any, state_dict: Any) -> None:
+        counts = _counts_steps(self.optimizer)
+        groups = state_dict["optimizer"]["param_groups"] if "optimizer" in state_dict else []
+        if not counts:
+            groups = [{**group, "step": 0} for group in groups]  # upstream asks for it
+            state_dict = {
+                **state_dict,
+                "optimizer": {**state_dict["optimizer"], "param_groups": groups},
+            }
         with torch.no_grad():
             load_state_dict(self, state_dict)
-        if isinstance(self.optimizer, torch.optim.Adam) and "optimizer" in state_dict:
-            (step,) = {float(group["step"]) for group in state_dict["optimizer"]["param_groups"]}
-            self.accel_step_count = int(step)
-            for state in self.optimizer.state.values():
+        if not groups:
+            return
+        (step,) = {float(group["step"]) for group in groups}
+        self.accel_step_count = int(step)
+        for state in self.optimizer.state.values():
+            state.pop("step", None)
+            if counts:
                 state["step"] = torch.tensor(step)
 
     return load

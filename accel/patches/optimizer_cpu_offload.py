@@ -1,15 +1,25 @@
 """``--optimizer-cpu-offload`` on a CPU: the optimizer is on the host already.
 
-Megatron copies parameters to the host and tells the copies from the originals by ``tensor.is_cuda``. On
-the CPU device runtime every tensor is both, the copies would be taken for originals, and the run would
-train nothing without a word. Nothing is offloaded there (``--optimizer-offload-fraction 0``), which is
-what the flag asks for, and a line says so. On other devices nothing changes.
+Megatron's ``HybridDeviceOptimizer`` copies parameters to the host and tells the copies from the originals by
+``tensor.is_cuda``. On the CPU device runtime every tensor is both, the copies would be taken for originals,
+and the run would train nothing without a word. Nothing is offloaded there, for whoever makes that optimizer
+(``--optimizer-offload-fraction 0``), which is what the flag asks for, and a line says so. On other devices
+nothing changes.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
 from accel.feature import Context, Feature
+from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
+
+_log = logging.getLogger("accel")
+_SAID = "the optimizer is on the host already, nothing is moved"
 
 
 def offload_nothing(context: Context) -> list[str]:
@@ -19,7 +29,19 @@ def offload_nothing(context: Context) -> list[str]:
     if context.device != "cpu" or not offloads:
         return []
     args.optimizer_offload_fraction = 0.0
-    return ["--optimizer-cpu-offload: the optimizer is on the host already, nothing is moved"]
+    return [f"--optimizer-cpu-offload: {_SAID}"]
+
+
+def all_where_they_are(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def init_(
+        self: Any, params: Any, offload_fraction: float = 0.5, *args: Any, **kwargs: Any
+    ) -> None:
+        if offload_fraction:
+            _log.info("HybridDeviceOptimizer, offload_fraction %s: %s", offload_fraction, _SAID)
+        init(self, params, 0.0, *args, **kwargs)
+
+    return init_
 
 
 FEATURE = Feature(
@@ -29,5 +51,25 @@ FEATURE = Feature(
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
     devices=("cpu",),
+    patches=(
+        Patch(
+            target="megatron.core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer.__init__",
+            replacement="accel.patches.optimizer_cpu_offload:all_where_they_are",
+            how="wrap",
+            expects=(
+                "self",
+                "params",
+                "offload_fraction",
+                "cpu_optimizer_cls",
+                "gpu_optimizer_cls",
+                "param_update_in_fp32",
+                "pin_cpu_grads",
+                "pin_cpu_params",
+                "overlap_cpu_optimizer_d2h_h2d",
+                "kwargs",
+            ),
+            why="Upstream takes its copies on the host for parameters of the device, and trains only them.",
+        ),
+    ),
     prepare=offload_nothing,
 )

@@ -20,7 +20,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-PRELOADED = ("numpy", "pytest", "torch._dynamo", "torch.distributed.checkpoint", "triton")
+PRELOADED = (
+    "numpy",
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.utils.cpp_extension",
+    "triton",
+    # what Megatron takes longest to import, besides torch
+    "omegaconf",
+    "transformers.models.auto.tokenization_auto",
+)
 _PORT_DIGITS = 5
 
 
@@ -171,7 +181,8 @@ def _wait(ranks: list[int], told: int, deadline: float) -> int | None:
 def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that ranks are ended too
     for name in PRELOADED:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     command = serve()
     if command is None:
         return

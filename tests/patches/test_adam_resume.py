@@ -15,7 +15,7 @@ from accel.patches.adam_resume import (
     with_step_counts_from_the_start,
 )
 
-from .test_fused_adamw import build, one_rank, take_steps
+from .test_fused_adamw import build, one_rank, one_step, take_steps
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -104,3 +104,57 @@ def test_a_rank_without_parameters_counts_its_steps() -> None:
     )
     wrapper.optimizer.step()
     assert with_a_step_count(step_counts)(wrapper) == {8.0}
+
+
+class Lion(torch.optim.Optimizer):
+    """As of `emerging_optimizers`, which Megatron takes it from: one moment, no step count."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                moment = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(moment.lerp(p.grad, 1 - first).sign(), alpha=group["lr"])
+                moment.lerp_(p.grad, 1 - second)
+
+
+def build_lion() -> tuple[Any, Any, Any]:
+    """A model, its optimizer, and the distributed part of it, as Muon's scalar optimizer makes it."""
+    model, optimizer = build(bf16=True, use_distributed_optimizer=True)
+    (inner,) = optimizer.chained_optimizers
+    inner.config.optimizer = "lion"
+    groups = [{**group, "betas": (0.95, 0.98)} for group in inner.optimizer.param_groups]
+    inner.optimizer = Lion(groups, lr=1e-2, betas=(0.95, 0.98), weight_decay=0.1)
+    for group in groups:  # Megatron makes the states ahead of a load
+        for p in group["params"]:
+            inner.optimizer.state[p]["exp_avg"] = torch.zeros_like(p)
+    return model, optimizer, inner
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_distributed_lion_resumes(steps: int) -> None:
+    """Upstream asks every optimizer for Adam's step count, if Apex and Transformer Engine are not there."""
+    with one_rank():
+        model, optimizer, inner = build_lion()
+        for step in range(steps):
+            one_step(model, optimizer, step)
+        saved = optimizer.state_dict()
+        assert all("step" not in group for group in saved["optimizer"]["param_groups"])
+        later, resumed, its_inner = build_lion()
+        with torch.no_grad():
+            for mine, other in zip(later.parameters(), model.parameters(), strict=True):
+                mine.copy_(other)
+        resumed.load_state_dict(saved)
+        state = inner.get_parameter_state_dp_zero(use_gloo_comm=False)
+        its_inner.load_parameter_state_from_dp_zero(state)
+        assert all("step" not in state for state in its_inner.optimizer.state.values())
+        for each, its in ((model, optimizer), (later, resumed)):
+            for step in range(steps, 4):
+                one_step(each, its, step)
+        for mine, other in zip(later.parameters(), model.parameters(), strict=True):
+            assert mine.equal(other)
