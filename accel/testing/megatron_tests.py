@@ -60,6 +60,8 @@ FOLDERS = (
 )
 """Of these, with what is in them; of `tests/unit_tests` itself the files."""
 WORLD_SIZE = 8
+CONTAINER = "26.01"
+"""Of NVIDIA's containers, for tests that take one without a version for that of early 2024 and are skipped."""
 APART = "the ranks met in different collectives"
 TIME_IS_OVER = "the file's time is over"
 OUTCOMES = ("passed", "failed", "skipped")
@@ -200,6 +202,7 @@ def _fork_rank(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
+        NVIDIA_PYTORCH_VERSION=CONTAINER,
         **{RESULTS: str(results)},
     )
     with open(f"{results}.log.{rank}", "a") as log:
