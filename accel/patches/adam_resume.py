@@ -16,8 +16,8 @@ parameter's state. The checkpoint code has five faults with it:
 * likewise for what was saved so, by the optimizers that are not distributed; here it is 0, if the moments are
   0 too.
 
-An optimizer without a step count, as Lion beside Muon, is asked for it as well, and fails; here it is saved and
-loaded without one, as with Apex.
+An optimizer without a step count, as Lion beside Muon, is asked for it as well, and fails; here it is saved
+and loaded without one, as with Apex.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ FOLDERS = (
 """Of these, with what is in them; of `tests/unit_tests` itself the files."""
 WORLD_SIZE = 8
 CONTAINER = "26.01"
-"""Of NVIDIA's containers, for tests that take one without a version for that of early 2024 and are skipped."""
+"""Of NVIDIA's containers, for tests that are skipped in those of before summer 2025, and without any."""
 APART = "the ranks met in different collectives"
 TIME_IS_OVER = "the file's time is over"
 OUTCOMES = ("passed", "failed", "skipped")
