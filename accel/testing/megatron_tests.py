@@ -235,9 +235,9 @@ def _fork_rank(
 
 
 def _plugins() -> list[str]:
-    """pytest-mock is there under `make test-megatron` only."""
-    mock = ["pytest_mock"] if importlib.util.find_spec("pytest_mock") else []
-    return ["pytest_timeout", *mock, megatron_plugin.__name__]
+    """Those that are there under `make test-megatron` only, if they are."""
+    asked = [name for name in ("pytest_asyncio", "pytest_mock") if importlib.util.find_spec(name)]
+    return ["pytest_timeout", *asked, megatron_plugin.__name__]
 
 
 def _collect(result: FileResult, results: Path, ended: str, stopped_rank: int | None) -> bool:
