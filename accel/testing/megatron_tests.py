@@ -236,8 +236,9 @@ def _fork_rank(
 
 def _plugins() -> list[str]:
     """Those that are there under `make test-megatron` only, if they are."""
-    asked = [name for name in ("pytest_asyncio", "pytest_mock") if importlib.util.find_spec(name)]
-    return ["pytest_timeout", *asked, megatron_plugin.__name__]
+    plugins = {"pytest_asyncio": "pytest_asyncio.plugin", "pytest_mock": "pytest_mock"}
+    there = [plugin for package, plugin in plugins.items() if importlib.util.find_spec(package)]
+    return ["pytest_timeout", *there, megatron_plugin.__name__]
 
 
 def _collect(result: FileResult, results: Path, ended: str, stopped_rank: int | None) -> bool:
