@@ -108,7 +108,8 @@ def with_a_step_count(state_dict: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(state_dict)
     def with_step_count(self: Any) -> Any:
         optimizer = self.optimizer
-        if any("step" in state for state in optimizer.state.values()):
+        started = any("step" in state for state in optimizer.state.values())
+        if started or not _is_asked(optimizer):
             return state_dict(self)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # upstream looks at all states for the count, and passes none of them on
@@ -130,8 +131,15 @@ def with_a_step_count(state_dict: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return with_step_count
 
 
+def _is_asked(optimizer: Any) -> bool:
+    """Whether upstream asks it for each parameter's step count; those of Apex and TE count by group."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    return not distrib_optimizer.HAVE_APEX_OR_TE or isinstance(optimizer, torch.optim.Adam)
+
+
 def _counts_steps(optimizer: Any) -> bool:
-    """Adam does, SGD and Lion do not; Megatron's hybrid optimizer consists of others."""
+    """torch's Adam does, Lion does not; Megatron's hybrid optimizer consists of others."""
     parts = getattr(optimizer, "sub_optimizers", [optimizer])
     return any(isinstance(part, torch.optim.Adam) for part in parts)
 
@@ -147,24 +155,20 @@ def step_count_kept(set_states: Callable[..., None]) -> Callable[..., None]:
 def step_counts_apart(load_state_dict: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     @functools.wraps(load_state_dict)
     def load(self: Any, state_dict: Any) -> None:
-        counts = _counts_steps(self.optimizer)
-        groups = state_dict["optimizer"]["param_groups"] if "optimizer" in state_dict else []
-        if not counts:
-            groups = [{**group, "step": 0} for group in groups]  # upstream asks for it
-            state_dict = {
-                **state_dict,
-                "optimizer": {**state_dict["optimizer"], "param_groups": groups},
-            }
         with torch.no_grad():
-            load_state_dict(self, state_dict)
-        if not groups:
-            return
-        (step,) = {float(group["step"]) for group in groups}
+            if "optimizer" not in state_dict or not _is_asked(self.optimizer):
+                return load_state_dict(self, state_dict)
+            counts, saved = _counts_steps(self.optimizer), state_dict["optimizer"]
+            if not counts:  # upstream asks for it all the same
+                saved = {**saved, "param_groups": [{**g, "step": 0} for g in saved["param_groups"]]}
+            load_state_dict(self, {**state_dict, "optimizer": saved})
+        (step,) = {float(group["step"]) for group in saved["param_groups"]}
         self.accel_step_count = int(step)
         for state in self.optimizer.state.values():
-            state.pop("step", None)
-            if counts:
-                state["step"] = torch.tensor(step)
+            state["step"] = torch.tensor(step)
+        if not counts:
+            for uncounted in (*self.optimizer.state.values(), *self.optimizer.param_groups):
+                uncounted.pop("step", None)
 
     return load
 

@@ -158,3 +158,19 @@ def test_a_distributed_lion_resumes(steps: int) -> None:
                 one_step(each, its, step)
         for mine, other in zip(later.parameters(), model.parameters(), strict=True):
             assert mine.equal(other)
+
+
+def test_an_optimizer_that_counts_by_group_keeps_its_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of Apex and Transformer Engine, which upstream asks for nothing else if they are there."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)
+    groups = [{"params": [torch.zeros(1)], "step": 5}]
+    optimizer = Lion(groups, lr=1.0, betas=(0.9, 0.9), weight_decay=0.0)
+    wrapper, loaded = SimpleNamespace(optimizer=optimizer), []
+    saved = with_a_step_count(lambda self: {"optimizer": self.optimizer.state_dict()})(wrapper)
+    assert saved["optimizer"]["param_groups"][0]["step"] == 5
+    step_counts_apart(lambda self, state_dict: loaded.append(state_dict))(wrapper, saved)
+    assert loaded == [saved]
+    assert optimizer.param_groups[0]["step"] == 5
+    assert not optimizer.state
