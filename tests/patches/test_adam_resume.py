@@ -174,3 +174,26 @@ def test_an_optimizer_that_counts_by_group_keeps_its_count(monkeypatch: pytest.M
     assert loaded == [saved]
     assert optimizer.param_groups[0]["step"] == 5
     assert not optimizer.state
+
+
+def test_a_hybrid_optimizer_counts_each_parameters_steps() -> None:
+    """Upstream gives all of them one step count, which each increments."""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    shared = torch.tensor(7.0)
+
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        for state in self.optimizer.state.values():
+            state["step"] = shared
+
+    with one_rank():
+        parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+        kind = torch.optim.AdamW
+        hybrid = HybridDeviceOptimizer(parameters, cpu_optimizer_cls=kind, gpu_optimizer_cls=kind)
+        for p in parameters:
+            p.grad = torch.ones(3)
+        hybrid.step()
+        saved = {"optimizer": {"param_groups": [{"step": 7.0}]}}
+        step_counts_apart(load_state_dict)(SimpleNamespace(optimizer=hybrid), saved)
+        hybrid.step()
+        assert [hybrid.state[p]["step"].item() for p in parameters] == [8.0, 8.0]
