@@ -2,9 +2,9 @@
 
 Megatron's ``HybridDeviceOptimizer`` copies parameters to the host and tells the copies from the originals by
 ``tensor.is_cuda``. On the CPU device runtime every tensor is both, the copies would be taken for originals,
-and what was to be offloaded would not be trained, without a word. Nothing is offloaded there, for whoever makes
-that optimizer (``--optimizer-offload-fraction 0``), which is what the flag asks for, and a line says so. On other
-devices nothing changes.
+and what was to be offloaded would not be trained, without a word. Nothing is offloaded there, for whoever
+makes that optimizer (``--optimizer-offload-fraction 0``), which is what the flag asks for, and a line says
+so. On other devices nothing changes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ FEATURE = Feature(
                 "overlap_cpu_optimizer_d2h_h2d",
                 "kwargs",
             ),
-            why="Upstream takes its copies on the host for parameters of the device, and trains them instead.",
+            why="Upstream takes copies on the host for parameters of the device, and trains them instead.",
         ),
     ),
     prepare=offload_nothing,
