@@ -13,8 +13,8 @@ Pieces      [rows, tokens] of x, by `PIECES` of the device: at most as many rows
 Saved       h, W, the target and 12 T bytes (16 T with smoothing).
 Cost        8 T H V flops where whole logits need 6: the gradient of each row's loss is known only in
             the backward, and dW sums over rows, so x must be made twice. What it buys is memory:
-            beyond dh and dW, one piece of x, a copy of a piece of h or W, and fp32 sums of dh for one
-            block of rows.
+            beyond dh and dW, one piece of x, a copy of a piece of h or W, and one block of rows of dh.
+            dh is summed in fp32 where it lies; its storage is that block larger than it.
 Rounding    bf16: products are added to the fp32 sums as they are. Where `gemm_accumulate` has no
             kernel, as for fp16, the 16-bit product of each piece is rounded before it is added.
 Ranks       As in `cross_entropy`: W holds this rank's tokens, h is the same on all. dh is this
@@ -51,17 +51,24 @@ class _Piece(NamedTuple):
 
     rows: int
     tokens: int
+    rows_at_once: int
+    """Of h, in one product that makes logits."""
 
 
-PIECES = {"cpu": _Piece(512, 1024), "cuda": _Piece(8192, 8192)}
+PIECES = {"cpu": _Piece(1024, 1024, 512), "cuda": _Piece(8192, 8192, 8192)}
 """By type of device; others as CUDA.
 
-CPU: from 512 rows on, more make the products no faster (bf16, H 2048, 2 threads of an AMD Zen 4: 416
-to 441 GFLOP/s for 512 x 1024, 387 to 437 for 2048 x 2048, 336 to 407 for 128 x 32000), and fewer add to
-the buffer more often. At T 2048, H 2048, V 32000 a step takes 2.7 to 3.0 s there with 512 tokens as with
-1024. With AMX (2 threads of an Intel Xeon) it takes 1010 ms with 512 tokens, 850 with 576, 715 to 775 with
-1024, 720 with 2048, holding 16.5, 16.6, 17.1 and 22.0 MiB; 2048 rows by 512 tokens take 570, but hold twice
-the memory, of which the fp32 sums of dh are 16 MiB.
+CPU: without AMX, from 512 rows on, more make the products no faster (bf16, H 2048, 2 threads of an AMD
+Zen 4: 416 to 441 GFLOP/s for 512 x 1024, 387 to 437 for 2048 x 2048, 336 to 407 for 128 x 32000). With AMX
+(2 threads of an Intel Xeon) they do, as W and the buffer are read less often. A step at T 2048, H 2048, V
+32000 there, and what it holds (two runs, in turns):
+
+    rows x tokens    512 x 1024       1024 x 1024      1024 x 1024, at once    1024 x 1536      2048 x 1024
+    ms               749 to 788       659 to 707       625 to 647              640 to 683       630 to 669
+    MiB              15.1             18.1             20.1                    21.1             28.0
+
+Of 1024 rows at once oneDNN holds copies of 6 MiB, of 512 rows 4. With fewer than 1024 tokens its products of
+1024 rows are slow: a step takes 903 ms with 768, 921 with 512.
 
 CUDA, not measured: a piece is 128 MiB of bf16, where V 131072 has 2 GiB of logits. What decides is the
 fp32 sum of dh, 8 bytes of each element moved for 2 `tokens` operations: at an H100's 700 TFLOP/s and
@@ -132,12 +139,52 @@ class _Logits:
 
     def __init__(self, hidden: Tensor, weight: Tensor, num_rows: int, num_tokens: int) -> None:
         self.hidden, self.weight = hidden, weight
+        self.rows_at_once = _piece(hidden.device).rows_at_once
         self.memory = hidden.new_empty(min(num_rows, len(hidden)) * min(num_tokens, len(weight)))
 
     def make(self, rows: slice, tokens: slice) -> Tensor:
         num_rows, num_tokens = rows.stop - rows.start, tokens.stop - tokens.start
         piece = self.memory[: num_rows * num_tokens].view(num_rows, num_tokens)
-        return torch.mm(self.hidden[rows], self.weight[tokens].t(), out=piece)
+        hidden, weight = self.hidden[rows], self.weight[tokens]
+        for part in _pieces(num_rows, self.rows_at_once):
+            torch.mm(hidden[part], weight.t(), out=piece[part])
+        return piece
+
+
+class _RoundedSums:
+    """Sums [T, H] in fp32, rounded to the dtype of `like` where they lie, block of rows by block of rows.
+
+    The sums of a block begin where its result will. They are twice as long where the dtype has 16 bits,
+    and reach into the place of the next block, which comes later: what is held beside the result is as
+    much as the result of one block.
+    """
+
+    def __init__(self, like: Tensor, rows_per_block: int) -> None:
+        num_rows, self.width = like.shape
+        self.ratio = torch.float32.itemsize // like.dtype.itemsize
+        reach = (self.ratio - 1) * min(rows_per_block, num_rows)
+        self.memory = like.new_empty((num_rows + reach) * self.width)
+        self.result = self.memory[: like.numel()].view(like.shape)
+
+    def _sums(self, rows: slice) -> Tensor:
+        first, num_rows = rows.start * self.width, rows.stop - rows.start
+        words = self.memory[first : first + num_rows * self.width * self.ratio]
+        return words.view(torch.float32).view(num_rows, self.width)
+
+    def zeros(self, rows: slice) -> Tensor:
+        """The sums of one block, to be added to until they are rounded. Blocks come in their order."""
+        return self._sums(rows).zero_()
+
+    def round_(self, rows: slice) -> None:
+        if self.ratio == 1:
+            return
+        sums, result = self._sums(rows), self.result[rows]
+        result[:1] = sums[:1].clone()
+        # Rows n to 2n - 1 of the result lie over rows n/2 to n - 1 of the sums, which have been read.
+        done = 1
+        while done < len(sums):
+            result[done : 2 * done] = sums[done : 2 * done]
+            done *= 2
 
 
 torch.library.define(
@@ -226,7 +273,7 @@ def _backward_fake(
     smoothing: float,
     tokens_per_chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(hidden), torch.empty_like(weight)
+    return hidden.new_empty(hidden.shape), torch.empty_like(weight)
 
 
 @torch.library.impl("accel::linear_cross_entropy_bwd", "CompositeExplicitAutograd")
@@ -244,7 +291,8 @@ def _backward(
     """dh [T, H] and dW [V, H], each product of dW made once for all rows."""
     logits = _Logits(hidden, weight, len(hidden), tokens_per_chunk)
     rows = slice(0, len(hidden))
-    dhidden_sum = torch.zeros_like(hidden, dtype=torch.float32)
+    dhidden = _RoundedSums(hidden, len(hidden))
+    dhidden_sum = dhidden.zeros(rows)
     dweight = torch.empty_like(weight)
     for tokens in _pieces(len(weight), tokens_per_chunk):
         dlogits = logits.make(rows, tokens)
@@ -252,7 +300,8 @@ def _backward(
         _piece_backward(dlogits, target, stats, dloss, first, vocab_size, smoothing)
         _add_product(dhidden_sum, dlogits, weight[tokens])
         torch.mm(dlogits.t(), hidden, out=dweight[tokens])
-    return dhidden_sum.to(hidden.dtype), dweight
+    dhidden.round_(rows)
+    return dhidden.result, dweight
 
 
 def _backward_into(
@@ -270,9 +319,9 @@ def _backward_into(
     """dh [T, H]; dW is added to the buffer, block of rows by block of rows."""
     rows_per_block = _piece(hidden.device).rows
     logits = _Logits(hidden, weight, rows_per_block, tokens_per_chunk)
-    dhidden = torch.empty_like(hidden)
+    dhidden = _RoundedSums(hidden, rows_per_block)
     for rows in _pieces(len(hidden), rows_per_block):
-        dhidden_sum = torch.zeros_like(hidden[rows], dtype=torch.float32)
+        dhidden_sum = dhidden.zeros(rows)
         block_stats = stats[:, rows].contiguous()
         for tokens in _pieces(len(weight), tokens_per_chunk):
             dlogits = logits.make(rows, tokens)
@@ -282,8 +331,8 @@ def _backward_into(
             )
             _add_product(dhidden_sum, dlogits, weight[tokens])
             _add_product(grad_buffer[tokens], dlogits.t(), hidden[rows])
-        dhidden[rows] = dhidden_sum
-    return dhidden
+        dhidden.round_(rows)
+    return dhidden.result
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

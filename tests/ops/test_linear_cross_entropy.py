@@ -70,7 +70,7 @@ class TestLinearCrossEntropy(OpContract):
             ((0,), 8, 5, 2),
             ((1,), 1, 1, 1),
             ((2, 3), 7, 31, 31),
-            ((513,), 16, 97, 32),  # one row more than a block
+            ((1025,), 16, 97, 32),  # one row more than a block
             ((5,), 16, 97, 1000),  # a chunk larger than the vocabulary
         ],
     )
@@ -91,10 +91,11 @@ class TestLinearCrossEntropy(OpContract):
 @needs_native
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("function", [linear_cross_entropy, linear_cross_entropy_ref])
-def test_adds_to_the_grad_buffer_and_hands_on_no_gradient(function, dtype):
-    hidden, weight, target = problem((700,), 24, 43, dtype)
+@pytest.mark.parametrize(("rows", "width"), [(700, 24), (2049, 7), (1, 5), (0, 3)])
+def test_adds_to_the_grad_buffer_and_hands_on_no_gradient(function, dtype, rows, width):
+    hidden, weight, target = problem((rows,), width, 43, dtype)
     options = {} if function is linear_cross_entropy_ref else {"tokens_per_chunk": 16}
-    dloss = torch.rand(700, generator=torch.Generator().manual_seed(2))
+    dloss = torch.rand(rows, generator=torch.Generator().manual_seed(2))
 
     def gradients(op, hidden, weight, dloss, **options):
         leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
@@ -125,7 +126,7 @@ def test_frozen_inputs(wanted):
 
 @needs_native
 def test_memory_does_not_grow_with_the_logits():
-    """One call holds its results, one piece, and sums for one block: not [T, V] of anything."""
+    """One call holds its results, one piece, and one block of sums: not [T, V] of anything."""
     from accel.testing.bench import _peak_bytes
 
     hidden, weight, target = problem((2048,), 16, 8192, torch.float32)
