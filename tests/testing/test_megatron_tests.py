@@ -112,23 +112,37 @@ print(json.dumps(result.outcomes))
 """
 
 
-def test_a_file_goes_on_behind_a_test_that_ends_a_rank(tmp_path: Path) -> None:
-    folder = tmp_path / "tests" / "unit_tests"
+def run_a_file(checkout: Path, text: str) -> dict[str, str]:
+    """What becomes of the four tests of a file, in a checkout that asks for -x, as 0.17.1 does."""
+    folder = checkout / "tests" / "unit_tests"
     folder.mkdir(parents=True)
+    (folder / "test_x.py").write_text(text)
+    (checkout / "pytest.ini").write_text("[pytest]\naddopts = -x\n")
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_A_FILE, str(checkout)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_file_goes_on_behind_a_test_that_ends_a_rank(tmp_path: Path) -> None:
     ends = "def test_b():\n    if os.environ['RANK'] == '3': os._exit(1)\n    time.sleep(100)"
     text = (
         "import os, time\nfrom accel.session import SESSION\ndef test_a(): pass\n"
         f"{ends}\ndef test_c(): SESSION.disable(); assert 0\ndef test_d(): assert SESSION.device\n"
     )
-    (folder / "test_x.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_A_FILE, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
     expected = {"test_a": "passed", "test_b": "failed", "test_c": "failed", "test_d": "passed"}
-    assert json.loads(done.stdout) == expected, done.stderr
+    assert run_a_file(tmp_path, text) == expected
+
+
+def test_a_file_that_leaves_tests_out_has_failed(tmp_path: Path) -> None:
+    leaves = "import pytest\ndef test_a(): pass\ndef test_b(): pytest.exit('enough', 0)\n"
+    outcomes = run_a_file(tmp_path, f"{leaves}def test_c(): pass\ndef test_d(): pass\n")
+    assert outcomes.pop("(the file)") == "failed"
+    assert outcomes == {"test_a": "passed"}
 
 
 def test_failures_must_be_known_and_known_ones_must_fail() -> None:
