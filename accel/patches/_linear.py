@@ -3,7 +3,8 @@
 A feature that needs it lists the patches, and has `switch_on` called:
 
     LINEAR      every linear layer with a weight that is trained: Megatron's bits, and what
-                `accel.parallel.split_backward` and `accel.parallel.overlap` do for it
+                `accel.parallel.split_backward` and `accel.parallel.overlap` do for it. Without `switch_on`
+                those whose saved tensors go through hooks
     OVERLAP     those with a frozen weight, and the reduction after a row layer, while products overlap
 
 Upstream's own code runs where a call asks for more: weights that FSDP or GTP shards, autocast.
@@ -42,23 +43,34 @@ def switch_on() -> Callable[[], None]:
 
 def through_ours(upstream: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wraps ``linear_with_grad_accumulation_and_async_allreduce``."""
-    return _wrapped(upstream, lambda call: bool(_WANTED) and call["weight"].requires_grad)
+    return _wrapped(upstream, lambda: bool(_WANTED) or _packed())
 
 
 def frozen_through_ours(upstream: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wraps ``linear_with_frozen_weight``."""
-    return _wrapped(upstream, lambda call: overlap.current() is not None)
+    return _wrapped(upstream, lambda: overlap.current() is not None, frozen=True)
+
+
+def _packed() -> bool:
+    """Whether hooks pack what is saved now. Upstream reads the weight from it in the backward pass, which is
+    another object then: without ``main_grad``, and the parameter gets no gradient at all."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _wrapped(
-    upstream: Callable[..., Tensor], wanted: Callable[[dict[str, Any]], bool]
+    upstream: Callable[..., Tensor], wanted: Callable[[], bool], frozen: bool = False
 ) -> Callable[..., Tensor]:
     signature = inspect.signature(upstream)
 
     @functools.wraps(upstream)
     def linear(*args: Any, **kwargs: Any) -> Tensor:
+        if not wanted():
+            return upstream(*args, **kwargs)
         call = signature.bind(*args, **kwargs).arguments
-        if not wanted(call) or _upstream_needed(call["weight"], call.get("gtp_remat_size", 1)):
+        weight = call["weight"]
+        if weight.requires_grad is frozen or _upstream_needed(
+            weight, call.get("gtp_remat_size", 1)
+        ):
             return upstream(*args, **kwargs)
         return parallel_linear(call["input"], call["weight"], call["bias"], _layout(call))
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from accel.feature import Context, Feature
 from accel.memory.swap import Chain, Swap
+from accel.patches._linear import LINEAR
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE, te_installed, te_serves
 
@@ -225,5 +226,6 @@ FEATURE = Feature(
             expects=(),
             why="Upstream ends a training where cuda-python or pynvml is missing.",
         ),
+        LINEAR,
     ),
 )

@@ -48,6 +48,7 @@ def draining(upstream: Callable[..., None]) -> Callable[..., None]:
     """Wraps ``drain_embedding_wgrad_compute``."""
 
     @functools.wraps(upstream)
+    @torch.no_grad()  # the inputs that were kept are those of the graph
     def drain(*args: Any, **kwargs: Any) -> None:
         told(upstream, {"fused_weight_gradient_mlp_cuda": WeightGradient})(*args, **kwargs)
 

@@ -57,6 +57,7 @@ from accel.patches import recompute_activation, swap_attention
 from accel.patches._inner_masters import HOST, SHARED, WANTED
 from accel.patches._kernels import kernels
 from accel.patches._layers import MAMBA_LAYER, TRANSFORMER_LAYER
+from accel.patches._linear import LINEAR
 from accel.patches.recompute_modules import megatrons_generators, norms_of, recompute_norms
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
@@ -560,6 +561,7 @@ FEATURE = Feature(
         recompute_activation.MLP_FORWARD,
         swap_attention.LAYER_INIT,
         *swap_attention.BLOCK_FORWARD,
+        LINEAR,
         *(
             Patch(
                 target=f"{layer}.forward",

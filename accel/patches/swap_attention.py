@@ -33,6 +33,7 @@ from accel.memory.host_split import measure_copies
 from accel.memory.swap import MIN_BYTES, Chain, Swap
 from accel.memory.swap_plan import History
 from accel.patches._layers import HYBRID_STACKS, TRANSFORMER_LAYER
+from accel.patches._linear import LINEAR
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -252,5 +253,5 @@ FEATURE = Feature(
         ),
     ),
     switch_on=switch_on,
-    patches=(LAYER_INIT, *BLOCK_FORWARD),
+    patches=(LAYER_INIT, *BLOCK_FORWARD, LINEAR),
 )

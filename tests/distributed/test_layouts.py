@@ -37,6 +37,21 @@ LAYOUTS = {
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
         " --accel-linear-cross-entropy",
     ),
+    "pp2_local_deferred_embedding_gradient": (
+        "dense",
+        "--pipeline-model-parallel-size 2 --transformer-impl local --defer-embedding-wgrad-compute"
+        " --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    "dp2_local_swap": (
+        "dense",
+        "--transformer-impl local --accel-swap-attention --use-distributed-optimizer"
+        " --overlap-grad-reduce --overlap-param-gather",
+    ),
+    "dp2_local_budget": (
+        "dense",
+        "--transformer-impl local --accel-memory-budget 0.001 --use-distributed-optimizer"
+        " --overlap-grad-reduce --overlap-param-gather",
+    ),
     "cp2_p2p": ("dense", "--context-parallel-size 2"),
     "cp2_a2a": ("dense", "--context-parallel-size 2 --cp-comm-type a2a"),
     "cp2_distributed_optimizer": (

@@ -1,0 +1,155 @@
+"""``--defer-embedding-wgrad-compute``: the output layer's gradient is there before it is reduced.
+
+Upstream computes that gradient after the last backward pass of the pipeline, from inputs and gradients that
+it has kept. Three things are wrong there, two of them without a word:
+
+``--overlap-grad-reduce``  the bucket with the weight is reduced when its backward passes have run, before the
+                           gradient is there. Here the reduction begins after it.
+``--mtp-num-layers``       the output layer runs twice for each micro-batch, and its gradients are paired with
+                           the wrong inputs, and added to the embedding's. Here the flag is off then; a line
+                           says so.
+the local spec             asks every column-parallel layer for a list that only the output layer was given.
+                           Here the others have one that keeps nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from accel.feature import Context, Feature
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE
+
+_HERE = "accel.patches.defer_embedding_wgrad"
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_ATTRIBUTE = "accel_deferred"
+
+
+@dataclass
+class Deferred:
+    """What belongs to the weight of an output layer."""
+
+    gradients: list[Tensor]
+    """Of the layer's outputs, whose products with its inputs are not computed yet. Upstream's own list."""
+    reduction: Callable[[], None] | None = None
+    """Waits for them."""
+
+    @staticmethod
+    def of(weight: Parameter) -> Deferred | None:
+        return getattr(weight, _ATTRIBUTE, None)
+
+
+class Nothing(list[Tensor]):
+    """Keeps nothing."""
+
+    def append(self, item: Tensor) -> None:
+        pass
+
+
+def with_a_list(upstream: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``ColumnParallelLinear.__init__``."""
+
+    @functools.wraps(upstream)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        upstream(self, *args, **kwargs)
+        if not self.config.defer_embedding_wgrad_compute:
+            return
+        if self.embedding_activation_buffer is None:
+            self.embedding_activation_buffer = Nothing()
+        elif self.weight is not None:
+            setattr(self.weight, _ATTRIBUTE, Deferred(self.grad_output_buffer))
+
+    return __init__
+
+
+def when_all_are_there(upstream: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``_ParamAndGradBucketGroup.start_grad_sync``."""
+
+    @functools.wraps(upstream)
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        reduce = functools.partial(upstream, self, *args, **kwargs)
+        for deferred in filter(None, map(Deferred.of, self.params)):
+            if deferred.gradients:
+                deferred.reduction = reduce
+                return
+        reduce()
+
+    return start
+
+
+def then_reducing(upstream: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``drain_embedding_wgrad_compute``."""
+
+    @functools.wraps(upstream)
+    @torch.no_grad()  # as in the backward pass, where reductions begin else
+    def drain(config: Any, inputs: Any, gradients: Any, weight: Parameter, *args: Any) -> None:
+        upstream(config, inputs, gradients, weight, *args)
+        deferred = Deferred.of(weight)
+        if deferred is not None and deferred.reduction is not None:
+            deferred.reduction()
+            deferred.reduction = None
+
+    return drain
+
+
+def unless_it_runs_twice(context: Context) -> Sequence[str]:
+    args = context.args
+    if not getattr(args, "defer_embedding_wgrad_compute", False):
+        return []
+    if not getattr(args, "mtp_num_layers", None):
+        return []
+    args.defer_embedding_wgrad_compute = False
+    return [
+        "--defer-embedding-wgrad-compute is off: with --mtp-num-layers upstream adds the output layer's "
+        "gradient to another weight"
+    ]
+
+
+def _idle(context: Context) -> str | None:
+    asked = context.args is None or getattr(context.args, "defer_embedding_wgrad_compute", False)
+    return None if asked else "nothing is put off"
+
+
+FEATURE = Feature(
+    name="defer_embedding_wgrad",
+    summary="make --defer-embedding-wgrad-compute right with --overlap-grad-reduce and --mtp-num-layers",
+    preset="off",
+    numerics="bit-identical",
+    megatron=SUPPORTED_RANGE,
+    prepare=unless_it_runs_twice,
+    idle=_idle,
+    patches=(
+        Patch(
+            target=f"{_LAYERS}:ColumnParallelLinear.__init__",
+            replacement=f"{_HERE}:with_a_list",
+            how="wrap",
+            why="Upstream appends to a list that layers but the output layer do not have.",
+        ),
+        Patch(
+            target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
+            replacement=f"{_HERE}:when_all_are_there",
+            how="wrap",
+            why="Upstream reduces a bucket without the gradient that is put off.",
+        ),
+        Patch(
+            target="megatron.core.utils:drain_embedding_wgrad_compute",
+            replacement=f"{_HERE}:then_reducing",
+            how="wrap",
+            expects=(
+                "config",
+                "embedding_activation_buffer",
+                "grad_output_buffer",
+                "weight",
+                "tp_group",
+            ),
+            why="The reduction that waited begins.",
+        ),
+    ),
+)
