@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from accel.ops import _native
 
-__all__ = ["Recomputed", "default_generators", "is_running", "watched", "will_be_freed"]
+__all__ = ["Recomputed", "Restorer", "default_generators", "is_running", "watched", "will_be_freed"]
 
 Restorer = Callable[[], AbstractContextManager[None]]
 """Enters the state that was captured, and leaves the one of now behind again."""

@@ -52,12 +52,13 @@ from accel.memory.layer_costs import (
     tensors_of,
 )
 from accel.memory.planner import CannotMeet, Layer, Plan, choose, table
-from accel.memory.recompute import Recomputed
+from accel.memory.recompute import Recomputed, Restorer
 from accel.patches import recompute_activation, swap_attention
 from accel.patches._inner_masters import HOST, SHARED, WANTED
 from accel.patches._kernels import kernels
 from accel.patches._layers import MAMBA_LAYER, TRANSFORMER_LAYER
 from accel.patches._linear import LINEAR
+from accel.patches._router_state import router_state
 from accel.patches.recompute_modules import megatrons_generators, norms_of, recompute_norms
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
@@ -70,6 +71,18 @@ PATIENCE = 5
 """Iterations until a layer whose backward pass never came, for it is frozen, is taken to keep nothing."""
 TOLD_AT = 10
 """The iteration after which prediction and measurement are compared."""
+
+
+def _state(layer: Any) -> Restorer:
+    """What a second run of a layer begins with: generators' states, and what its router held."""
+    generators, router = megatrons_generators(), router_state(layer)
+
+    @contextmanager
+    def restored() -> Iterator[None]:
+        with generators(), router():
+            yield
+
+    return restored
 
 
 class Measured:
@@ -221,7 +234,7 @@ class Planner:
                 self.passes.measured = True
             return outputs
 
-        return Recomputed(megatrons_generators)(again, *args, *kwargs.values())
+        return Recomputed(functools.partial(_state, layer))(again, *args, *kwargs.values())
 
     # --- the plan
 

@@ -1,0 +1,64 @@
+"""What routers count in a forward pass, left as it is while a layer is computed again.
+
+A router adds up tokens for each expert, for the global auxiliary loss over the micro-batches so far, and logs
+its losses. Megatron's own recomputation has its first pass without gradients, where none of this is done; a
+pass that records gradients has done it all when the layer runs again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from accel.memory.recompute import Restorer
+
+__all__ = ["router_state"]
+
+
+def router_state(layer: Any) -> Restorer:
+    """Of a transformer layer, before it runs: enters what its router held, logs nothing, and leaves what it
+    holds now. To be entered once."""
+    router = getattr(getattr(layer, "mlp", None), "router", None)
+    if router is None:
+        return contextlib.nullcontext
+    before = {name: buffer.clone() for name, buffer in _buffers(router).items()}
+
+    @contextlib.contextmanager
+    def restored() -> Iterator[None]:
+        now = _buffers(router)
+        router._buffers.update(before)
+        try:
+            with _unlogged():
+                yield
+        finally:
+            router._buffers.update(now)
+
+    return restored
+
+
+def _buffers(router: Any) -> dict[str, Any]:
+    return {name: buffer for name, buffer in router._buffers.items() if buffer is not None}
+
+
+class _NoTracker:
+    def record(self, *args: Any, **kwargs: Any) -> None:
+        """As ``MoEMetricsTracker.record``."""
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    from megatron.core.transformer.moe import router
+
+    silent = {
+        "get_moe_metrics_tracker": _NoTracker,
+        "save_to_aux_losses_tracker": _NoTracker().record,  # before Megatron 0.18
+    }
+    there = {name: getattr(router, name) for name in silent if hasattr(router, name)}
+    for name in there:
+        setattr(router, name, silent[name])
+    try:
+        yield
+    finally:
+        for name, tracker in there.items():
+            setattr(router, name, tracker)
