@@ -376,7 +376,7 @@ def _replace_copies(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]
 
 
 def prepare(context: Context) -> list[str]:
-    """Changes nothing.
+    """Changes nothing; a line for what these layers do not look at.
 
     Raises:
         ValueError: accel's layers cannot do what is asked for; so before anything is built.
@@ -390,6 +390,11 @@ def prepare(context: Context) -> list[str]:
                 f"--{name}-format {getattr(args, name)}: FP8 and FP4 need Transformer Engine; accel's "
                 "layers compute in fp32, bf16 and fp16 so far"
             )
+    if getattr(args, "reset_attention_mask", False):
+        return [
+            "--reset-attention-mask does nothing with --transformer-impl transformer_engine: causal "
+            "attention takes no mask there, accel's as Transformer Engine's; with local it does"
+        ]
     return []
 
 

@@ -54,6 +54,15 @@ def test_fp8_is_refused_in_one_line_before_anything_is_built(option: str) -> Non
 
 
 @WITHOUT_TE
+def test_a_mask_that_nobody_looks_at_gets_a_line() -> None:
+    asked = context(transformer_impl="transformer_engine", reset_attention_mask=True)
+    (line,) = te_layers.prepare(asked)
+    assert "--reset-attention-mask does nothing" in line
+    asked.args.transformer_impl = "local"
+    assert te_layers.prepare(asked) == []
+
+
+@WITHOUT_TE
 def test_every_cp_comm_type_is_served() -> None:
     types = ["a2a", "p2p", "all_gather", "a2a+p2p"]
     asked = context(
