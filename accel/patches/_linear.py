@@ -53,7 +53,8 @@ def frozen_through_ours(upstream: Callable[..., Tensor]) -> Callable[..., Tensor
 
 def _packed() -> bool:
     """Whether hooks pack what is saved now. Upstream reads the weight from it in the backward pass, which is
-    another object then: without ``main_grad``, and the parameter gets no gradient at all."""
+    another object then: what upstream notes there, that ``main_grad`` has the gradient, the parameter never
+    learns, and with ``--overlap-grad-reduce`` data parallelism stops."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
