@@ -19,8 +19,8 @@ op_file = importlib.import_module("accel.ops.linear_cross_entropy")
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """Of 4 rows and 16 tokens."""
-    monkeypatch.setitem(op_file.PIECES, DEVICE, op_file._Piece(4, 16))
+    """Of 4 rows and 16 tokens, 2 rows at once."""
+    monkeypatch.setitem(op_file.PIECES, DEVICE, op_file._Piece(4, 16, 2))
 
 
 class TestLinearCrossEntropy(OnTriton, test_linear_cross_entropy.TestLinearCrossEntropy):
