@@ -101,9 +101,8 @@ def then_reducing(upstream: Callable[..., None]) -> Callable[..., None]:
 
 def unless_it_runs_twice(context: Context) -> Sequence[str]:
     args = context.args
-    if not getattr(args, "defer_embedding_wgrad_compute", False):
-        return []
-    if not getattr(args, "mtp_num_layers", None):
+    asked = getattr(args, "defer_embedding_wgrad_compute", False)
+    if not (asked and getattr(args, "mtp_num_layers", None)):
         return []
     args.defer_embedding_wgrad_compute = False
     return [
