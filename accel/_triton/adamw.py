@@ -262,6 +262,7 @@ def adamw_(
             COPY=TRITON_DTYPES[copies[0].dtype] if copies else None,
             HAS_REMAINDER=bool(remainders), FROM_AVERAGE=from_average, L2=l2 != 0.0, ALIGNED=table.is_aligned,
             CHUNK=CHUNK, BLOCK=BLOCK, num_warps=NUM_WARPS,
+            enable_fp_fusion=False,  # else masters and pairs may round differently
         )  # fmt: skip
     changed = (params, exp_avgs, exp_avg_sqs, copies, remainders)
     torch.autograd.graph.increment_version([t for tensors in changed for t in tensors])

@@ -47,7 +47,7 @@ def _sum_partials(
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     vector = tl.program_id(1)
     valid = cols < num_cols
-    stride = num_cols.to(tl.int64) * tl.num_programs(1)
+    stride = tl.cast(num_cols, tl.int64) * tl.num_programs(1)
     sums = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
     for start in range(0, num_partials, BLOCK_P):
         partials = start + tl.arange(0, BLOCK_P)

@@ -202,8 +202,8 @@ def _tables(freqs: Tensor, layout: Layout, mscale: float) -> Tables:
     angles = freqs.detach().squeeze(2)
     if layout == "interleaved":
         angles = torch.cat((angles[..., 0::2], angles[..., 1::2]), dim=-1)
-    cos, sin = (f(angles).float() * mscale for f in (torch.cos, torch.sin))
-    return Tables(cos.contiguous(), sin.contiguous())
+    cos, sin = (f(angles).float().contiguous() for f in (torch.cos, torch.sin))
+    return Tables(cos, sin) if mscale == 1 else Tables(cos * mscale, sin * mscale)
 
 
 def _without_twins(tables: Tables) -> Tables:

@@ -32,7 +32,7 @@ class Part:
 
 PARTS = (
     Part("build", 170),
-    Part("tests", 180, ("tests.json", "tests.passed")),
+    Part("tests", 180, ("tests.json", "tests.jsonl")),
     Part("ceilings", 30, ("ceilings.json",)),
     Part("ops", 180, ("ops.jsonl",)),
     Part("triton_ops", 60, ("triton_ops.jsonl",)),

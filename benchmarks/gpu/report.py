@@ -195,17 +195,17 @@ def main() -> int:
         for name, part in results["parts"].items()
     ]
     if ceilings:
+        sustained = ceilings["sustained_gemm_flops_per_s"]
         lines.append(
             f"* copy {ceilings['copy_bytes_per_s'] / 1e12:.2f} TB/s, bf16 product "
             f"{ceilings['gemm_flops_per_s'] / 1e12:.0f} TFLOP/s"
+            + (f", {sustained / 1e12:.0f} sustained" if sustained else "")
         )
     if tests:
-        counts = ", ".join(
-            f"{tests[key]} {key}" for key in ("passed", "failures", "errors", "skipped")
-        )
+        counts = ", ".join(f"{tests[key]} {key}" for key in ("passed", "failed", "skipped"))
         lines += [
             f"* {counts}",
-            *(f"    * {f['test']}: {f['why'][:160]}" for f in tests["failed"][:20]),
+            *(f"    * {f['test']}: {f['why'][:160]}" for f in tests["failures"][:20]),
         ]
     if rows and ceilings:
         lines += ["", *ops_table(rows, setting.rehearse)]

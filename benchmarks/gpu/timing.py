@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["Times", "measure", "on_stream"]
+__all__ = ["Times", "measure", "on_stream", "timed"]
 
 ROUNDS = 15
 REPLAY_SECONDS = 4e-3
 """A round replays for about this long, far above the resolution of events."""
 HOST_CALLS = 50
+HOST_SECONDS = 0.05
+"""Of the GPU's work that calls for the host's time make at most, or three do: a full queue makes it wait."""
 
 Call = Callable[..., Any]
 
@@ -55,7 +57,7 @@ def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
-def _timed(work: Callable[[], Any], stream: torch.cuda.Stream) -> float:
+def timed(work: Callable[[], Any], stream: torch.cuda.Stream) -> float:
     """Seconds between the events around `work`."""
     begin, end = _events()
     begin.record(stream)
@@ -73,14 +75,15 @@ def _capture(call: Call, sets: Sequence[tuple], stream: torch.cuda.Stream) -> to
     return graph
 
 
-def _host_seconds(call: Call, sets: Sequence[tuple]) -> float:
+def _host_seconds(call: Call, sets: Sequence[tuple], seconds_each: float) -> float:
     """Of the CPU for one call. The queue of launches is empty at first and never full."""
     torch.cuda.synchronize()
-    calls = [sets[i % len(sets)] for i in range(HOST_CALLS)]
+    num_calls = max(3, min(HOST_CALLS, int(HOST_SECONDS / seconds_each)))
+    calls = [sets[i % len(sets)] for i in range(num_calls)]
     begin = time.perf_counter()
     for arguments in calls:
         call(*arguments)
-    seconds = (time.perf_counter() - begin) / HOST_CALLS
+    seconds = (time.perf_counter() - begin) / num_calls
     torch.cuda.synchronize()
     return seconds
 
@@ -128,7 +131,7 @@ def measure(
 
             ready[side], graphs[side] = once, False
     repeats = {
-        side: max(1, int(REPLAY_SECONDS / max(_timed(work, stream), 1e-6)))
+        side: max(1, int(REPLAY_SECONDS / max(timed(work, stream), 1e-6)))
         for side, work in ready.items()
     }
     seconds: dict[str, list[float]] = {side: [] for side in ready}
@@ -140,7 +143,7 @@ def measure(
                     work()
 
             per_call = len(input_sets[side]) * repeats[side]
-            seconds[side].append(_timed(repeat, stream) / per_call)
+            seconds[side].append(timed(repeat, stream) / per_call)
     for side, values in seconds.items():
         sets, call = input_sets[side], calls[side]
 
@@ -148,12 +151,12 @@ def measure(
             for arguments in sets:
                 call(*arguments)
 
-        eager = statistics.median(_timed(loop, stream) / len(sets) for _ in range(5))
+        eager = statistics.median(timed(loop, stream) / len(sets) for _ in range(5))
         median = statistics.median(values)
         results[side] = Times(
             graph=1e6 * median if graphs[side] else None,
             eager=1e6 * eager,
-            host=1e6 * _host_seconds(call, sets),
+            host=1e6 * _host_seconds(call, sets, eager),
             spread=(1e6 * min(values), 1e6 * max(values)),
             note=notes.get(side, ""),
         )

@@ -8,11 +8,28 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #include "accel/check.h"
 
 namespace accel {
 namespace {
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+// Before 2.13 a storage could be told that its data must not be read, but not that it may be again. The flag
+// is private; an explicit instantiation may name it all the same.
+bool& refuses_reads(c10::StorageImpl& storage);
+
+template <bool c10::StorageImpl::*flag>
+struct Named {
+  friend bool& refuses_reads(c10::StorageImpl& storage) { return storage.*flag; }
+};
+template struct Named<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+
+void allow_reads(c10::StorageImpl& storage) { refuses_reads(storage) = false; }
+#else
+void allow_reads(c10::StorageImpl& storage) { storage.clear_data_ptr_access_error_msg_(); }
+#endif
 
 c10::StorageImpl& storage_of(const at::Tensor& x) {
   ACCEL_CHECK_VALUE(x.has_storage(), "emptied_storage: a tensor without a storage");
@@ -34,7 +51,7 @@ void fill(const at::Tensor& x, const at::Tensor& source) {
   ACCEL_CHECK_VALUE(&storage != &from && storage.nbytes() == 0,
                     "emptied_storage: only an empty storage can be filled, by another one");
   void* data = from.mutable_data();
-  storage.clear_data_ptr_access_error_msg_();
+  allow_reads(storage);
   storage.set_data_ptr_noswap(
       c10::DataPtr(data, new c10::Storage(source.storage()), &release, from.device()));
   storage.set_nbytes(from.nbytes());

@@ -9,8 +9,8 @@ namespace accel::cuda {
 namespace {
 
 constexpr int kMaxThreads = 256;  // of a row: 2048 columns of 16 bits are a tile
-// Blocks for each processor: as many threads of 256 as one can hold.
-constexpr int kBlocksPerProcessor = 8;
+// Blocks for each processor: several times as many as it can hold, so that all processors end together.
+constexpr int kBlocksPerProcessor = 64;
 // The same where dbias is summed: what each sums is written and read once more.
 constexpr int kBlocksPerProcessorWithBias = 2;
 

@@ -5,7 +5,7 @@
 #include "accel/cuda/device.h"
 
 // A thread has one chunk of a token's cosines and sines, those of as many pairs as a pack has elements, and
-// rotates that chunk of one head after the other, of all tensors of the call.
+// rotates that chunk of two heads at a time, of all tensors of the call: with one, too few bytes are under way.
 
 namespace accel::cuda {
 namespace {
@@ -54,24 +54,27 @@ ACCEL_DEVICE int64_t row_of_token(const Rope& op, int64_t s) {
   return 0 <= row && row < op.num_rows ? row : -1;
 }
 
-template <typename T>
+// kSame: both members of a pair have one angle, as in every model.
+template <typename T, bool kSame>
 struct Angles {
-  float cos_1[kPack<T>], cos_2[kPack<T>], sin_1[kPack<T>], sin_2[kPack<T>];
+  static constexpr int kMembers = kSame ? 1 : 2;
+  float cos[kMembers][kPack<T>], sin[kMembers][kPack<T>];
 };
 
-template <typename T, bool kWhole>
-ACCEL_DEVICE void load_angles(const Rope& op, int64_t row, int64_t batch, int64_t j, Angles<T>& angles) {
+template <typename T, bool kWhole, bool kSame>
+ACCEL_DEVICE void load_angles(const Rope& op, int64_t row, int64_t batch, int64_t j, Angles<T, kSame>& angles) {
   const int64_t at = row * op.row_stride + batch * op.batch_stride + j, count = op.half - j;
-  load_floats<kWhole, float, kPack<T>>(op.cos + at, count, angles.cos_1);
-  load_floats<kWhole, float, kPack<T>>(op.cos + at + op.second, count, angles.cos_2);
-  load_floats<kWhole, float, kPack<T>>(op.sin + at, count, angles.sin_1);
-  load_floats<kWhole, float, kPack<T>>(op.sin + at + op.second, count, angles.sin_2);
+#pragma unroll
+  for (int member = 0; member < angles.kMembers; ++member) {
+    load_floats<kWhole, float, kPack<T>>(op.cos + at + member * op.second, count, angles.cos[member]);
+    load_floats<kWhole, float, kPack<T>>(op.sin + at + member * op.second, count, angles.sin[member]);
+  }
 #pragma unroll
   for (int i = 0; i < kPack<T>; ++i) {
     if (op.inverse) {  // the transpose
-      const float first = angles.sin_1[i];
-      angles.sin_1[i] = -angles.sin_2[i];
-      angles.sin_2[i] = -first;
+      const float first = angles.sin[0][i];
+      angles.sin[0][i] = -angles.sin[angles.kMembers - 1][i];
+      if constexpr (!kSame) angles.sin[1][i] = -first;
     }
   }
 }
@@ -85,39 +88,66 @@ struct PlaceOf {
         count(kInterleaved ? 2 * (half - j) - pack * kPack<T> : half - j) {}
 };
 
-template <typename T, bool kWhole, bool kInterleavedIn, bool kInterleavedOut>
-ACCEL_DEVICE void rotate(const T* x, T* y, int64_t j, int64_t half, const Angles<T>& angles) {
-  constexpr int kHalfPack = kPack<T> / 2;
-  const PlaceOf<kInterleavedIn, T> from_1(0, j, half), from_2(1, j, half);
-  const Pack<T> in_1 = load<kWhole>(x + from_1.at, from_1.count);
-  const Pack<T> in_2 = load<kWhole>(x + from_2.at, from_2.count);
-  float out_1[kPack<T>], out_2[kPack<T>];
+// The packs of a chunk of one head.
+template <typename T>
+struct Chunk {
+  Pack<T> packs[2];
+};
+
+template <bool kWhole, bool kInterleaved, typename T>
+ACCEL_DEVICE Chunk<T> load_chunk(const T* x, int64_t j, int64_t half) {
+  const PlaceOf<kInterleaved, T> from_1(0, j, half), from_2(1, j, half);
+  return {{load<kWhole>(x + from_1.at, from_1.count), load<kWhole>(x + from_2.at, from_2.count)}};
+}
+
+template <typename T, bool kWhole, bool kInterleavedIn, bool kInterleavedOut, bool kSame>
+ACCEL_DEVICE void rotate(const Chunk<T>& in, T* y, int64_t j, int64_t half, const Angles<T, kSame>& angles) {
+  constexpr int kHalfPack = kPack<T> / 2, kSecond = kSame ? 0 : 1;
+  float out[2][kPack<T>];
 #pragma unroll
   for (int i = 0; i < kPack<T>; ++i) {
-    float x_1 = in_1[i], x_2 = in_2[i];
+    float x_1 = in.packs[0][i], x_2 = in.packs[1][i];
     if constexpr (kInterleavedIn) {
-      const Pack<T>& in = i < kHalfPack ? in_1 : in_2;
-      x_1 = in[2 * (i % kHalfPack)];
-      x_2 = in[2 * (i % kHalfPack) + 1];
+      const Pack<T>& pack = in.packs[i / kHalfPack];
+      x_1 = pack[2 * (i % kHalfPack)];
+      x_2 = pack[2 * (i % kHalfPack) + 1];
     }
     // Fused by hand: the same bits whichever kernel it is.
-    const float y_1 = fmaf(x_1, angles.cos_1[i], -(x_2 * angles.sin_1[i]));
-    const float y_2 = fmaf(x_2, angles.cos_2[i], x_1 * angles.sin_2[i]);
+    const float y_1 = fmaf(x_1, angles.cos[0][i], -(x_2 * angles.sin[0][i]));
+    const float y_2 = fmaf(x_2, angles.cos[kSecond][i], x_1 * angles.sin[kSecond][i]);
     if constexpr (kInterleavedOut) {
-      float(&out)[kPack<T>] = i < kHalfPack ? out_1 : out_2;
-      out[2 * (i % kHalfPack)] = y_1;
-      out[2 * (i % kHalfPack) + 1] = y_2;
+      out[i / kHalfPack][2 * (i % kHalfPack)] = y_1;
+      out[i / kHalfPack][2 * (i % kHalfPack) + 1] = y_2;
     } else {
-      out_1[i] = y_1;
-      out_2[i] = y_2;
+      out[0][i] = y_1;
+      out[1][i] = y_2;
     }
   }
   const PlaceOf<kInterleavedOut, T> to_1(0, j, half), to_2(1, j, half);
-  store<kWhole>(y + to_1.at, pack_of<T>(out_1), to_1.count);
-  store<kWhole>(y + to_2.at, pack_of<T>(out_2), to_2.count);
+  store<kWhole>(y + to_1.at, pack_of<T>(out[0]), to_1.count);
+  store<kWhole>(y + to_2.at, pack_of<T>(out[1]), to_2.count);
 }
 
-template <typename T, bool kWhole, bool kInterleavedIn, bool kInterleavedOut>
+// Where a token's head lies, in x and in y.
+template <typename T>
+struct Head {
+  const T* x;
+  T* y;
+  int64_t head_dim;
+  ACCEL_DEVICE Head(const Rope& op, int64_t token, int head) {
+    const int num_first = op.tensors[0].num_heads;
+    const RopeTensor& t = op.tensors[head < num_first ? 0 : 1];
+    const int64_t h = head < num_first ? head : head - num_first;
+    x = static_cast<const T*>(t.x) + token / op.num_batch * t.stride_S + token % op.num_batch * t.stride_B +
+        h * t.stride_H;
+    y = static_cast<T*>(t.y) + (token * t.num_heads + h) * t.head_dim;
+    head_dim = t.head_dim;
+  }
+};
+
+constexpr int kHeads = 2;  // that a thread has under way
+
+template <typename T, bool kWhole, bool kInterleavedIn, bool kInterleavedOut, bool kSame>
 __global__ void __launch_bounds__(kThreads) rope_kernel(const RopeCall call) {
   const Rope& op = call.op;
   const RopeGrid& grid = call.grid;
@@ -130,28 +160,38 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(const RopeCall call) {
   const int chunk = thread % grid.chunks;
   const int64_t j = static_cast<int64_t>(chunk) * kPack<T>;
   const int64_t row = row_of_token(op, s);
-  Angles<T> angles;
+  Angles<T, kSame> angles;
   if (row >= 0) {
-    load_angles<T, kWhole>(op, row, b, j, angles);
+    load_angles<T, kWhole, kSame>(op, row, b, j, angles);
   } else {  // of a position that is not: nobody may take what comes out for numbers
 #pragma unroll
-    for (int i = 0; i < kPack<T>; ++i) angles.cos_1[i] = angles.cos_2[i] = NAN;
-#pragma unroll
-    for (int i = 0; i < kPack<T>; ++i) angles.sin_1[i] = angles.sin_2[i] = NAN;
+    for (int i = 0; i < angles.kMembers * kPack<T>; ++i) {
+      angles.cos[i / kPack<T>][i % kPack<T>] = angles.sin[i / kPack<T>][i % kPack<T>] = NAN;
+    }
   }
-  const int num_first = op.tensors[0].num_heads;
-  for (int head = thread / grid.chunks; head < num_first + op.tensors[1].num_heads;
-       head += grid.heads_at_once) {
-    const bool is_first = head < num_first;
-    const RopeTensor& t = op.tensors[is_first ? 0 : 1];
-    const int64_t h = is_first ? head : head - num_first;
-    const T* x = static_cast<const T*>(t.x) + s * t.stride_S + b * t.stride_B + h * t.stride_H;
-    T* y = static_cast<T*>(t.y) + (token * t.num_heads + h) * t.head_dim;
-    if (j < op.half) rotate<T, kWhole, kInterleavedIn, kInterleavedOut>(x, y, j, op.half, angles);
-    const int64_t step = static_cast<int64_t>(grid.chunks) * kPack<T>;
-    for (int64_t kept = 2 * op.half + j; kept < t.head_dim; kept += step) {
-      const int64_t count = t.head_dim - kept;
-      store<kWhole>(y + kept, load<kWhole>(x + kept, count), count);
+  const int num_heads = op.tensors[0].num_heads + op.tensors[1].num_heads;
+  for (int first = thread / grid.chunks; first < num_heads; first += kHeads * grid.heads_at_once) {
+    Chunk<T> in[kHeads];
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const int head = first + i * grid.heads_at_once;
+      if (head < num_heads && j < op.half) {
+        in[i] = load_chunk<kWhole, kInterleavedIn>(Head<T>(op, token, head).x, j, op.half);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const int head = first + i * grid.heads_at_once;
+      if (head >= num_heads) continue;
+      const Head<T> at(op, token, head);
+      if (j < op.half) {
+        rotate<T, kWhole, kInterleavedIn, kInterleavedOut, kSame>(in[i], at.y, j, op.half, angles);
+      }
+      const int64_t step = static_cast<int64_t>(grid.chunks) * kPack<T>;
+      for (int64_t kept = 2 * op.half + j; kept < at.head_dim; kept += step) {
+        const int64_t count = at.head_dim - kept;
+        store<kWhole>(at.y + kept, load<kWhole>(at.x + kept, count), count);
+      }
     }
   }
 }
@@ -167,12 +207,14 @@ bool whole(const Rope& op) {
   return whole;
 }
 
-template <typename T, bool kWhole>
+template <typename T, bool kWhole, bool kSame>
 auto kernel_for(bool interleaved_in, bool interleaved_out) {
   if (interleaved_in) {
-    return interleaved_out ? &rope_kernel<T, kWhole, true, true> : &rope_kernel<T, kWhole, true, false>;
+    return interleaved_out ? &rope_kernel<T, kWhole, true, true, kSame>
+                           : &rope_kernel<T, kWhole, true, false, kSame>;
   }
-  return interleaved_out ? &rope_kernel<T, kWhole, false, true> : &rope_kernel<T, kWhole, false, false>;
+  return interleaved_out ? &rope_kernel<T, kWhole, false, true, kSame>
+                         : &rope_kernel<T, kWhole, false, false, kSame>;
 }
 
 }  // namespace
@@ -180,8 +222,9 @@ auto kernel_for(bool interleaved_in, bool interleaved_out) {
 void rope(const Rope& op, Queue queue) {
   const bool is_whole = whole(op);
   auto* kernel = for_dtype(op.dtype, [&]<typename T> {
-    return is_whole ? kernel_for<T, true>(op.interleaved_in, op.interleaved_out)
-                    : kernel_for<T, false>(op.interleaved_in, op.interleaved_out);
+    if (!is_whole) return kernel_for<T, false, false>(op.interleaved_in, op.interleaved_out);
+    return op.second == 0 ? kernel_for<T, true, true>(op.interleaved_in, op.interleaved_out)
+                          : kernel_for<T, true, false>(op.interleaved_in, op.interleaved_out);
   });
   const int64_t num_heads = op.tensors[0].num_heads + op.tensors[1].num_heads;
   RopeGrid grid;

@@ -21,7 +21,7 @@ import torch
 from accel.ops import _cuda, _dispatch
 from tests.cuda import emulator
 from tests.ops.contract import run
-from tests.triton.harness import HAS_GPU, on_device
+from tests.triton.harness import DEVICE, HAS_GPU, on_device
 
 __all__ = ["OnCuda", "cuda_kernels", "kernels_called", "needs_kernels", "on_device", "same_bits"]
 
@@ -108,6 +108,8 @@ def same_bits(op: Callable[..., Any], other: Callable[..., Any], inputs: Any) ->
 @pytest.mark.usefixtures("cuda_kernels")
 class OnCuda:
     """Mixin before an op's contract; in it, `op` is the function under test as a staticmethod."""
+
+    device = DEVICE
 
     # What only the CPU's kernels owe.
     test_every_instruction_set = None

@@ -5,10 +5,10 @@ import torch
 
 from accel.ops import adamw, adamw_ref
 from accel.testing.tolerance import assert_close_to_baseline
-from tests.cuda.harness import HAS_GPU, OnCuda, cuda_kernels, kernels_called, needs_kernels
+from tests.cuda.harness import DEVICE, HAS_GPU, OnCuda, cuda_kernels, kernels_called, needs_kernels
 from tests.ops import test_adamw, test_remainder
 from tests.ops.contract import Inputs
-from tests.triton.in_place import DEVICE, in_place_on_device
+from tests.triton.in_place import in_place_on_device
 
 __all__ = ["cuda_kernels"]
 
@@ -164,9 +164,9 @@ class TestLaunches:
         arguments = [[torch.ones(4)], [torch.ones(4)], [torch.ones(4)], [torch.ones(4)]]
         arguments += [[torch.tensor(0.0)], [], []]
         arguments[position] = value
-        arguments = [[t.to(DEVICE) for t in row] for row in arguments]
+        step = in_place_on_device(torch.ops.accel.adamw_)
         with pytest.raises(ValueError, match="adamw"):
-            torch.ops.accel.adamw_(*arguments, None, 1e-3, 0.9, 0.95, 1e-8, 0.1, True, True)
+            step(*arguments, None, 1e-3, 0.9, 0.95, 1e-8, 0.1, True, True)
 
     def test_autograd_sees_the_change(self):
         w = torch.ones(8, requires_grad=True, device=DEVICE)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from accel.ops import cross_entropy_ref
 from tests.cuda.harness import (
+    DEVICE,
     HAS_GPU,
     OnCuda,
     cuda_kernels,
@@ -16,7 +17,7 @@ from tests.cuda.harness import (
 )
 from tests.ops import test_cross_entropy
 from tests.ops.contract import LAYOUTS, Inputs, change_layout, run
-from tests.ops.cross_entropy_edges import DEVICE, Edges
+from tests.ops.cross_entropy_edges import Edges
 
 __all__ = ["cuda_kernels"]
 

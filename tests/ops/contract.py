@@ -145,6 +145,8 @@ class OpContract:
     op: Callable[..., Any]
     """`staticmethod(rms_norm)`"""
     ref: Callable[..., Any]
+    device = "cpu"
+    """Where the kernels under test run; `op` takes and gives CPU tensors all the same."""
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
     roundings: dict[torch.dtype, int] = {}
     """Dtype of a result -> how many roundings in a row its formula needs in it; 1 where it is missing.

@@ -5,10 +5,9 @@ import torch
 
 from accel.ops import cross_entropy, cross_entropy_ref
 from tests.ops import test_cross_entropy
-from tests.triton.harness import HAS_GPU, on_device
+from tests.triton.harness import DEVICE, on_device
 
 FLOATS = test_cross_entropy.FLOATS
-DEVICE = "cuda" if HAS_GPU else "cpu"
 
 
 class Edges:

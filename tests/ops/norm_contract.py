@@ -143,7 +143,11 @@ class NormContract(OpContract):
             (torch.ones(2, 7), torch.ones(8), r"weight must .* \[7\], .* \[2, 7\], got \[8\]"),
             (torch.ones(2, 8), torch.ones(8, 1), r"weight must have shape \[8\], .* got \[8, 1\]"),
             (torch.ones(2, 8), torch.ones(8).half(), "must be torch.float32 .* got torch.float16"),
-            (torch.ones(2, 8), torch.ones(8).to("meta"), "must be on cpu like x, got meta"),
+            (
+                torch.ones(2, 8),
+                torch.ones(8).to("meta"),
+                "must be on (cpu|cuda:0) like x, got meta",
+            ),
         ],
     )
     def test_rejects(self, x, vector, message):
@@ -154,10 +158,11 @@ class NormContract(OpContract):
         x, *vectors = self.norm_inputs((4, 8), (torch.float64, torch.float64)).tensors
         reason = self.unsupported_reason(x, *vectors)
         assert "float64" in reason
+        want = self.ref(*(t.to(self.device) for t in (x, *vectors))).cpu()
         _log_fallback_once.cache_clear()
         with caplog.at_level(logging.WARNING, logger="accel"):
             for _ in range(2):
-                assert torch.equal(self.op(x, *vectors), self.ref(x, *vectors))
+                assert torch.equal(self.op(x, *vectors), want)
         assert [r.message for r in caplog.records] == [
             f"{self.op.__name__}: using plain PyTorch: {reason}"
         ]

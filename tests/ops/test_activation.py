@@ -136,23 +136,23 @@ class ActivationContract(OpContract):
 
     @needs_native
     def test_gradient_in_place_is_the_same_bits_in_the_memory_of_x(self):
-        x, bias, probs = self.inputs(torch.bfloat16).tensors
-        x, bias, probs = x.requires_grad_(), bias.requires_grad_(), probs.requires_grad_()
-        options = self.inputs(torch.bfloat16).options
-        y = self.op(x, bias, probs, **options)
+        tensors, options, _ = self.inputs(torch.bfloat16)
+        x, bias, probs = (t.to(self.device).requires_grad_() for t in tensors)
+        op = OPS[self.kind]
+        y = op(x, bias, probs, **options)
         dy = torch.randn_like(y)
         want = torch.autograd.grad(y, (x, bias, probs), dy)
         fc1 = x * 1
-        y = self.op(fc1, bias, probs, inplace_grad=True, **options)
+        y = op(fc1, bias, probs, inplace_grad=True, **options)
         got = torch.autograd.grad(y, (fc1, bias, probs), dy)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         assert got[0].data_ptr() == fc1.data_ptr()
 
     @needs_native
     def test_gradient_in_place_of_what_is_not_contiguous_is_a_copy(self):
-        fc1 = torch.randn(38, 6, requires_grad=True).t() * 1
+        fc1 = torch.randn(38, 6, requires_grad=True, device=self.device).t() * 1
         kept = fc1.detach().clone()
-        y = self.op(fc1, inplace_grad=True)
+        y = OPS[self.kind](fc1, inplace_grad=True)
         (got,) = torch.autograd.grad(y, fc1, torch.ones_like(y), retain_graph=True)
         (again,) = torch.autograd.grad(y, fc1, torch.ones_like(y))
         assert torch.equal(got, again)
@@ -160,30 +160,31 @@ class ActivationContract(OpContract):
 
     @needs_native
     def test_gradient_in_place_is_never_silently_wrong(self):
-        x = torch.randn(4, 38, requires_grad=True)
+        op = OPS[self.kind]
+        x = torch.randn(4, 38, requires_grad=True, device=self.device)
         with pytest.raises(ValueError, match="would overwrite x, which is a leaf"):
-            self.op(x, inplace_grad=True)
+            op(x, inplace_grad=True)
 
-        y = self.op(x * 1, inplace_grad=True)
+        y = op(x * 1, inplace_grad=True)
         y.sum().backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="inplace_grad=True has overwritten"):
             y.sum().backward()
 
         identity = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         with identity:  # hooks go past PyTorch's own check of versions
-            y = self.op(x * 1, inplace_grad=True)
+            y = op(x * 1, inplace_grad=True)
         y.sum().backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="inplace_grad=True has overwritten"):
             y.sum().backward()
 
         fc1 = x * 1
         squares = fc1 * fc1  # saves fc1 too
-        self.op(fc1, inplace_grad=True).sum().backward(retain_graph=True)
+        op(fc1, inplace_grad=True).sum().backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             squares.sum().backward()
 
         with pytest.raises(RuntimeError, match="cannot be combined with create_graph"):
-            torch.autograd.grad(self.op(x * 1, inplace_grad=True).sum(), x, create_graph=True)
+            torch.autograd.grad(op(x * 1, inplace_grad=True).sum(), x, create_graph=True)
 
     @needs_native
     def test_second_derivative_is_an_error(self):
@@ -199,7 +200,12 @@ class ActivationContract(OpContract):
             (torch.tensor(1.0), None, None, r"x must have shape \[\.\.\..*got \[\]"),
             (torch.ones(2, 8), torch.ones(7), None, r"bias must .* \[8\], .* got \[7\]"),
             (torch.ones(2, 8), torch.ones(8).half(), None, "bias must be torch.float32 .*float16"),
-            (torch.ones(2, 8), torch.ones(8).to("meta"), None, "bias must be on cpu .* got meta"),
+            (
+                torch.ones(2, 8),
+                torch.ones(8).to("meta"),
+                None,
+                "bias must be on (cpu|cuda:0) .* got meta",
+            ),
             (
                 torch.ones(2, 8),
                 None,
@@ -207,7 +213,12 @@ class ActivationContract(OpContract):
                 r"probs must .* \[2\] or \[2, 1\], .*got \[8\]",
             ),
             (torch.ones(2, 8), None, torch.ones(2).half(), "probs must be .* got torch.float16"),
-            (torch.ones(2, 8), None, torch.ones(2).to("meta"), "probs must be on cpu .* got meta"),
+            (
+                torch.ones(2, 8),
+                None,
+                torch.ones(2).to("meta"),
+                "probs must be on (cpu|cuda:0) .* got meta",
+            ),
         ],
     )
     def test_rejects(self, x, bias, probs, message):
@@ -224,11 +235,12 @@ class ActivationContract(OpContract):
         inputs = self.activation_inputs(torch.randn(4, 8).double())
         reason = unsupported_reason(inputs.tensors[0])
         assert "float64" in reason
+        want = self.ref(*(t.to(self.device) for t in inputs.tensors), **inputs.options).cpu()
         _log_fallback_once.cache_clear()
         with caplog.at_level(logging.WARNING, logger="accel"):
             for _ in range(2):
                 got = self.op(*inputs.tensors, **inputs.options)
-                assert torch.equal(got, self.ref(*inputs.tensors, **inputs.options))
+                assert torch.equal(got, want)
         (record,) = caplog.records
         assert record.message.endswith(f"using plain PyTorch: {reason}")
 

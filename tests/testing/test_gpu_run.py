@@ -15,7 +15,7 @@ from benchmarks.gpu import memory, overlap
 from benchmarks.gpu.ops import optimizers
 from benchmarks.gpu.report import memory_table, overlap_table, with_triton
 from benchmarks.gpu.setting import PEAKS, Setting, short_name
-from benchmarks.gpu.tests import PASSED
+from benchmarks.gpu.tests import OUTCOMES
 from benchmarks.gpu.timing import Times, measure
 from benchmarks.gpu.training import LLAMA, fitting
 from benchmarks.gpu.triton_ops import has_both
@@ -276,21 +276,25 @@ def test_tests_that_have_passed_are_not_run_again(tmp_path, monkeypatch):
     (folder / "test_two.py").write_text(
         "import os\ndef test_good(): pass\ndef test_bad(): assert 'MENDED' in os.environ\n"
     )
-    passed = tmp_path / "tests.passed"
-    passed.touch()
+    file = tmp_path / "tests.jsonl"
 
     def outcome(**environment: str) -> str:
         path = os.pathsep.join([str(gpu.CHECKOUT), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
         return subprocess.run(
             [*command, "-p", "benchmarks.gpu.tests", "-c", os.devnull, "--rootdir", str(folder)],
-            env={**os.environ, "PYTHONPATH": path, PASSED: str(passed), **environment},
+            env={**os.environ, "PYTHONPATH": path, OUTCOMES: str(file), **environment},
             capture_output=True,
             text=True,
             check=False,
         ).stdout
 
     assert "1 failed, 1 passed" in outcome()
-    assert passed.read_text().split() == ["test_two.py::test_good"]
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["test"], row["outcome"]) for row in rows] == [
+        ("test_two.py::test_good", "passed"),
+        ("test_two.py::test_bad", "failed"),
+    ]
+    assert rows[1]["why"].startswith("AssertionError")
     assert "1 passed, 1 deselected" in outcome(MENDED="1")
     assert "2 deselected" in outcome()

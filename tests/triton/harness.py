@@ -19,15 +19,20 @@ from torch import Tensor
 from accel._triton.launch import instead_of_running
 from tests.ops.contract import run
 
-__all__ = ["HAS_GPU", "OnTriton", "kernels_launched", "on_device"]
+__all__ = ["DEVICE", "HAS_GPU", "OnTriton", "kernels_launched", "on_device"]
 
 HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
 VECTOR = 16
 """Elements: no vector that a kernel reads has more."""
 
 
 def _moved(value: Any, device: str) -> Any:
     if isinstance(value, Tensor):
+        if torch.compiler.is_compiling():  # an offset cannot be traced
+            return value.to(device)
+        if value.is_meta:
+            return value
         there, offset = value.to(device), value.storage_offset() % VECTOR
         if not offset or not value.is_contiguous():
             return there
@@ -52,11 +57,15 @@ def on_device(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def kernels_launched(work: Callable[[], Any]) -> list[str]:
-    """The names of the kernels that `work` launches, in order. They are not run."""
+    """The names of the kernels that `work` launches, in order. They are not run.
+
+    A backward on the GPU has a thread of its own, which does not see the hook: here it has none.
+    """
     names: list[str] = []
     token = instead_of_running.set(lambda kernel, *_: names.append(kernel.fn.__name__))
     try:
-        work()
+        with torch.autograd.set_multithreading_enabled(False):
+            work()
     finally:
         instead_of_running.reset(token)
     return names
@@ -65,6 +74,8 @@ def kernels_launched(work: Callable[[], Any]) -> list[str]:
 @pytest.mark.usefixtures("triton_kernels")
 class OnTriton:
     """Mixin before an op's contract; in it, `op` is the function under test as a staticmethod."""
+
+    device = DEVICE
 
     # What only the C++ kernels owe.
     test_every_instruction_set = None

@@ -8,9 +8,7 @@ from torch import Tensor
 
 from tests.triton.harness import HAS_GPU
 
-__all__ = ["DEVICE", "in_place_on_device"]
-
-DEVICE = "cuda" if HAS_GPU else "cpu"
+__all__ = ["in_place_on_device"]
 
 
 def in_place_on_device(op: Callable[..., None], stay: tuple[int, ...] = ()) -> Callable[..., None]:

@@ -9,9 +9,8 @@ from accel.ops import bias_gelu, geglu, squared_relu, swiglu
 from tests.ops import test_activation
 from tests.ops.contract import LAYOUTS, change_layout
 from tests.ops.test_activation import BACKWARD, BACKWARD_INPLACE, DTYPES, FORWARD, GATED
-from tests.triton.harness import HAS_GPU, OnTriton, kernels_launched, on_device
+from tests.triton.harness import DEVICE, HAS_GPU, OnTriton, kernels_launched, on_device
 
-DEVICE = "cuda" if HAS_GPU else "cpu"
 SHAPES = [(3, 5, 254), (1, 66), (37, 2)]
 EMPTY_SHAPES = [(0, 8), (3, 0), (2, 0, 6)]
 

@@ -9,8 +9,8 @@ from accel.ops import adamw, adamw_ref
 from accel.testing.tolerance import assert_close_to_baseline
 from tests.ops import test_adamw, test_remainder
 from tests.ops.contract import Inputs
-from tests.triton.harness import HAS_GPU, OnTriton, kernels_launched
-from tests.triton.in_place import DEVICE, in_place_on_device
+from tests.triton.harness import DEVICE, HAS_GPU, OnTriton, kernels_launched
+from tests.triton.in_place import in_place_on_device
 
 HYPER = test_adamw.HYPER
 STEPS = 4
@@ -175,9 +175,9 @@ def test_the_kernel_checks_again(position, value):
     arguments = [[torch.ones(4)], [torch.ones(4)], [torch.ones(4)], [torch.ones(4)]]
     arguments += [[torch.tensor(0.0)], [], []]
     arguments[position] = value
-    arguments = [[t.to(DEVICE) for t in row] for row in arguments]
+    step = in_place_on_device(torch.ops.accel.adamw_)
     with pytest.raises(ValueError, match="adamw"):
-        torch.ops.accel.adamw_(*arguments, None, 1e-3, 0.9, 0.95, 1e-8, 0.1, True, True)
+        step(*arguments, None, 1e-3, 0.9, 0.95, 1e-8, 0.1, True, True)
 
 
 @pytest.mark.usefixtures("triton_kernels")

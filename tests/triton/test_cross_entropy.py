@@ -10,11 +10,12 @@ from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 from accel._triton import cross_entropy as kernels
+from accel._triton.launch import num_processors
 from accel.ops import cross_entropy_ref
 from tests.ops import test_cross_entropy
 from tests.ops.contract import LAYOUTS, Inputs, change_layout, run
-from tests.ops.cross_entropy_edges import DEVICE, Edges
-from tests.triton.harness import HAS_GPU, OnTriton, kernels_launched
+from tests.ops.cross_entropy_edges import Edges
+from tests.triton.harness import DEVICE, HAS_GPU, OnTriton, kernels_launched
 
 FLOATS = test_cross_entropy.FLOATS
 targets = test_cross_entropy.targets
@@ -118,7 +119,7 @@ class TestEdges(Edges):
             self.op(x, torch.tensor([0, token, 8]))
 
     def test_one_launch_forward_one_backward(self):
-        rows = 3 * kernels.PROGRAMS_PER_PROCESSOR  # of interpreted processors
+        rows = kernels.PROGRAMS_PER_PROCESSOR * num_processors(torch.device(DEVICE))
         x = torch.randn(rows, 64, requires_grad=True)
         target = torch.zeros(rows, dtype=torch.int64)
 

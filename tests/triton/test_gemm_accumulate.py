@@ -6,8 +6,8 @@ import torch
 from accel._triton import gemm_accumulate as kernels
 from tests.ops import test_gemm_accumulate as on_cpu
 from tests.ops.contract import LAYOUTS, change_layout
-from tests.triton.harness import HAS_GPU, kernels_launched
-from tests.triton.in_place import DEVICE, in_place_on_device
+from tests.triton.harness import DEVICE, HAS_GPU, kernels_launched
+from tests.triton.in_place import in_place_on_device
 
 
 @pytest.fixture(params=["triton", "cublas"][: 1 + HAS_GPU])

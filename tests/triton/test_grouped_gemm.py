@@ -12,8 +12,8 @@ from accel.ops import grouped_gemm, grouped_gemm_ref
 from accel.ops.grouped_gemm import accumulate_wgrad
 from tests.ops import test_grouped_gemm as on_cpu
 from tests.ops.contract import LAYOUTS, change_layout, run
-from tests.triton.harness import HAS_GPU, OnTriton, kernels_launched
-from tests.triton.in_place import DEVICE, in_place_on_device
+from tests.triton.harness import DEVICE, HAS_GPU, OnTriton, kernels_launched
+from tests.triton.in_place import in_place_on_device
 
 DTYPES = on_cpu.DTYPES
 TINY = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "num_warps": 4, "num_stages": 3}

@@ -14,3 +14,14 @@ def test_a_tensor_begins_as_far_into_its_memory_there():
     assert x.grad.tolist() == [0.0] * 3 + [1.0] * 10
     for dense in (x, x.detach()[::2], x.detach()[8:8]):
         assert torch.equal(_moved(dense, "cpu"), dense)
+
+
+def test_a_tensor_without_memory_stays():
+    x = torch.empty(2, device="meta")
+    assert _moved(x, "cpu") is x
+
+
+def test_moving_compiles_as_one_graph():
+    x = torch.arange(13.0)
+    moved = torch.compile(lambda *xs: _moved(xs, "cpu"), fullgraph=True, backend="eager")
+    torch.testing.assert_close(moved(x, x[3:]), (x, x[3:]))

@@ -9,11 +9,10 @@ from accel.ops import linear_cross_entropy, linear_cross_entropy_ref
 from accel.testing.tolerance import assert_close_to_baseline
 from tests.ops import test_linear_cross_entropy
 from tests.ops.contract import Inputs
-from tests.triton.harness import HAS_GPU, OnTriton, kernels_launched, on_device
+from tests.triton.harness import DEVICE, OnTriton, kernels_launched, on_device
 
 FLOATS = test_linear_cross_entropy.FLOATS
 problem = test_linear_cross_entropy.problem
-DEVICE = "cuda" if HAS_GPU else "cpu"
 op_file = importlib.import_module("accel.ops.linear_cross_entropy")
 
 

@@ -12,9 +12,8 @@ from accel._triton import multi_tensor as kernels
 from accel.ops import l2_norm, l2_norm_ref, scale, scale_ref
 from tests.ops import test_multi_tensor
 from tests.ops.contract import Inputs, OpContract
-from tests.triton.harness import HAS_GPU, OnTriton, kernels_launched
+from tests.triton.harness import DEVICE, HAS_GPU, OnTriton, kernels_launched
 
-DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPES = OpContract.dtypes
 drawn = test_multi_tensor.drawn
 BLOCK = kernels.BLOCK
@@ -140,6 +139,7 @@ class TestLists:
         tensors = moved(drawn(RAGGED, torch.float32))
         graph = torch.cuda.CUDAGraph()
         l2_norm(tensors)
+        scale(tensors, tensors, 0.5)
         with torch.cuda.graph(graph):
             norm = l2_norm(tensors)
             scale(tensors, tensors, 0.5)

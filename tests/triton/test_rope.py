@@ -12,9 +12,8 @@ from accel.ops.rope import _OneAngle
 from tests.ops import test_rope
 from tests.ops.contract import Inputs
 from tests.ops.test_rope import LAYOUTS, angles, draw
-from tests.triton.harness import HAS_GPU, OnTriton, kernels_launched, on_device
+from tests.triton.harness import DEVICE, HAS_GPU, OnTriton, kernels_launched, on_device
 
-DEVICE = "cuda" if HAS_GPU else "cpu"
 OP = torch.ops.accel.rope.default
 rotate = on_device(rope)
 

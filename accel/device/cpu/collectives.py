@@ -297,7 +297,8 @@ def barrier(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if timeout is None and (shared := shared_memory(group)) is not None:
             return shared.barrier(async_op)
-        return original(group, async_op, device_ids, timeout)
+        limit = {} if timeout is None else {"timeout": timeout}  # torch has it since 2.13
+        return original(group, async_op, device_ids, **limit)
 
     return barrier_
 
