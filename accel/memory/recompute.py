@@ -109,7 +109,6 @@ class Recomputed:
 _PENDING: weakref.WeakSet[Recomputed] = weakref.WeakSet()
 """Calls that were not freed yet."""
 _RUNNING = threading.local()
-_WATCHERS: list[Callable[[Tensor], None]] = []
 
 
 @contextlib.contextmanager
@@ -130,13 +129,14 @@ def is_running() -> bool:
 
 @contextlib.contextmanager
 def watched(watcher: Callable[[Tensor], None]) -> Iterator[None]:
-    """Show `watcher` each tensor that operations save in a function's second run, in whatever thread: on CUDA
-    autograd has one of its own for the backward."""
-    _WATCHERS.append(watcher)
+    """Show `watcher` each tensor that operations of this thread save in a function's second run."""
+    if not hasattr(_RUNNING, "watchers"):
+        _RUNNING.watchers = []
+    _RUNNING.watchers.append(watcher)
     try:
         yield
     finally:
-        _WATCHERS.remove(watcher)
+        _RUNNING.watchers.remove(watcher)
 
 
 def will_be_freed(tensor: Tensor) -> bool:
@@ -251,7 +251,7 @@ class _Frame:
         saved: list[Tensor | None] = []
 
         def record(tensor: Tensor) -> None:
-            for watcher in _WATCHERS:
+            for watcher in getattr(_RUNNING, "watchers", ()):
                 watcher(tensor)
             # without its graph, which would hold it: nobody runs that backward
             saved.append(tensor if tensor.is_leaf else tensor.detach())

@@ -4,12 +4,14 @@ import json
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from accel.testing.bench import commit
 from benchmarks.gpu.memory import BASE, HALVED, TARGETS
 from benchmarks.gpu.overlap import TARGET as HIDDEN_TARGET
+from benchmarks.gpu.overlap import most_hidden
 from benchmarks.gpu.setting import Setting, read, write_json
 
 MFU_TARGET, SPEEDUP_TARGET = 0.6, 1.3
@@ -61,7 +63,9 @@ def ops_table(rows: list[dict], rehearsal: bool) -> list[str]:
     for row in rows:
         ours = row["sides"].get("accel", {})
         peers = ", ".join(
-            f"{side} {data['us']:.1f}" if "us" in data else f"{side}: {data['absent'][:60]}"
+            f"{side} {data['us']:.1f}{' (less exact)' * ('less exact' in data['note'])}"
+            if "us" in data
+            else f"{side}: {data['absent'][:60]}"
             for side, data in row["sides"].items()
             if side != "accel"
         )
@@ -149,49 +153,55 @@ def memory_table(memory: dict, rehearsal: bool) -> list[str]:
 
 def overlap_table(overlap: dict, rehearsal: bool) -> list[str]:
     lines = [
-        "| layer | gemm, us | comm, us | GB/s | ours, us | in | hidden | target | |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| layer | gemm, us | comm, us | GB/s | ours, us | in | hidden | at most | target | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in overlap.items():
         if "us" not in row:
-            lines.append(f"| {name} | failed: {row['failed'][:100]} | | | | | | | |")
+            lines.append(f"| {name} | failed: {row['failed'][:100]} | | | | | | | | |")
             continue
         us, best = row["us"], row["best"]
-        verdict = "met" if row["hidden"] >= HIDDEN_TARGET else "missed"
+        most = most_hidden(us["gemm"], us["comm"])
+        # where less than the target is there to hide, nobody can meet it
+        verdict = (
+            "" if most < HIDDEN_TARGET else "met" if row["hidden"] >= HIDDEN_TARGET else "missed"
+        )
         lines.append(
             f"| {name} | {us['gemm']:.1f} | {us['comm']:.1f} | {row['bytes_per_s'] / 1e9:.1f} "
-            f"| {us[best]:.1f} | {best} | {row['hidden']:.0%} | {HIDDEN_TARGET:.0%} "
+            f"| {us[best]:.1f} | {best} | {row['hidden']:.0%} | {most:.0%} | {HIDDEN_TARGET:.0%} "
             f"| {'' if rehearsal else verdict} |"
         )
     return lines
 
 
-def main() -> int:
-    setting = Setting.from_argv()
-    folder = setting.folder
-    state, ceilings = read(folder / "state.json"), read(folder / "ceilings.json")
-    tests, training = read(folder / "tests.json"), read(folder / "training.json")
-    memory, overlap = read(folder / "memory.json"), read(folder / "overlap.json")
+def collected(folder: Path, rehearsal: bool) -> dict[str, Any]:
+    """What the parts left: results.json."""
+    state = read(folder / "state.json")
     rows = with_triton(lines_of(folder / "ops.jsonl"), lines_of(folder / "triton_ops.jsonl"))
-    results = {
+    return {
         "commit": commit(),
-        "rehearsal": setting.rehearse,
+        "rehearsal": rehearsal,
         "versions": versions(),
+        "notes": [],
         "parts": state["parts"] if state else {},
-        "ceilings": ceilings,
-        "tests": tests,
+        "ceilings": read(folder / "ceilings.json"),
+        "tests": read(folder / "tests.json"),
         "ops": rows,
-        "training": training,
-        "memory": memory,
-        "overlap": overlap,
+        "training": read(folder / "training.json"),
+        "memory": read(folder / "memory.json"),
+        "overlap": read(folder / "overlap.json"),
     }
-    write_json(folder / "results.json", results)
+
+
+def page(results: dict[str, Any]) -> list[str]:
+    """results.md, of results.json alone. `notes` are for whoever commits them: what a table cannot tell."""
+    rehearsal, ceilings, tests = results["rehearsal"], results["ceilings"], results["tests"]
     lines = [f"# {ceilings['device'] if ceilings else 'no device'}, commit {results['commit']}", ""]
-    if setting.rehearse:
+    if rehearsal:
         lines += ["A rehearsal on the CPU: **no figure here means anything.**", ""]
     lines += [", ".join(f"{name} {text}" for name, text in results["versions"].items()), ""]
     lines += [
-        f"* {name}: {part['status']} in {part['seconds']:.0f} s {part.get('why', '')}"
+        f"* {name}: {part['status']} in {part['seconds']:.0f} s {part.get('why', '')[:120]}".rstrip()
         for name, part in results["parts"].items()
     ]
     if ceilings:
@@ -204,20 +214,30 @@ def main() -> int:
     if tests:
         counts = ", ".join(f"{tests[key]} {key}" for key in ("passed", "failed", "skipped"))
         lines += [
-            f"* {counts}",
+            f"* tests: {counts}",
             *(f"    * {f['test']}: {f['why'][:160]}" for f in tests["failures"][:20]),
         ]
-    if rows and ceilings:
-        lines += ["", *ops_table(rows, setting.rehearse)]
-    if training:
+    lines += [f"* {note}" for note in results["notes"]]
+    if results["ops"] and ceilings:
+        lines += ["", *ops_table(results["ops"], rehearsal)]
+    if training := results["training"]:
         lines += ["", f"Training, {training['shape']}:", "", *training_table(training)]
-    if overlap:
-        lines += ["", "Transfers under products:", "", *overlap_table(overlap, setting.rehearse)]
-    if memory:
-        table = memory_table(memory, setting.rehearse)
+    if results["overlap"]:
+        table = overlap_table(results["overlap"], rehearsal)
+        lines += ["", "Transfers under products:", "", *table]
+    if memory := results["memory"]:
+        table = memory_table(memory, rehearsal)
         lines += ["", f"Memory, {memory['shape']}, 16 micro-batches:", "", *table]
-    (folder / "results.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+    return lines
+
+
+def main() -> int:
+    setting = Setting.from_argv()
+    results = collected(setting.folder, setting.rehearse)
+    write_json(setting.folder / "results.json", results)
+    text = "\n".join(page(results)) + "\n"
+    (setting.folder / "results.md").write_text(text)
+    print(text, end="")
     return 0
 
 

@@ -171,7 +171,7 @@ ACCEL_DEVICE void write_dx(const LayerNormBackward& op, const Pack<T>& x, const 
 }
 
 template <typename T, bool kWhole>
-__global__ void __launch_bounds__(kMaxThreadsHeld)
+__global__ void __launch_bounds__(kMaxThreadsBackward)
     layer_norm_backward_whole_rows(const BackwardCall call) {
   const LayerNormBackward& op = call.op;
   const NormRows& rows = call.rows;
@@ -206,13 +206,13 @@ __global__ void __launch_bounds__(kMaxThreadsHeld)
       write_dx<kWhole>(op, x[k], dy[k], start + col, col, num_cols - col, gradient, dweight[k], dbias[k]);
     }
   }
-  store_partial<T, false>(rows, dweight, op.dweight_PN + blockIdx.x * rows.num_cols);
-  store_partial<T, false>(rows, dbias, op.dbias_PN + blockIdx.x * rows.num_cols);
+  store_partial<T>(rows, dweight, op.dweight_PN + blockIdx.x * rows.num_cols);
+  store_partial<T>(rows, dbias, op.dbias_PN + blockIdx.x * rows.num_cols);
 }
 
 // One row at a time. Sums over rows are in memory, where each column is one thread's own.
 template <typename T, bool kWhole>
-__global__ void __launch_bounds__(kMaxThreadsHeld, 1)
+__global__ void __launch_bounds__(kMaxThreadsBackward, 1)
     layer_norm_backward_long_rows(const BackwardCall call) {
   const LayerNormBackward& op = call.op;
   const NormRows& rows = call.rows;
@@ -264,7 +264,7 @@ void launch_forward(const LayerNormForward& op, Queue queue) {
 
 template <bool kWhole>
 void launch_backward(const LayerNormBackward& op, int64_t num_programs, Queue queue) {
-  const RowBlock block(op.num_cols, op.dtype, kPacksBackward, kMaxThreadsHeld);
+  const RowBlock block(op.num_cols, op.dtype, kPacksBackward, kMaxThreadsBackward);
   const bool whole = fits(block, kPacksBackward, op.num_cols, op.dtype);
   auto* kernel = for_dtype(op.dtype, [&]<typename T> {
     return whole ? &layer_norm_backward_whole_rows<T, kWhole> : &layer_norm_backward_long_rows<T, kWhole>;
@@ -276,8 +276,8 @@ void launch_backward(const LayerNormBackward& op, int64_t num_programs, Queue qu
 }  // namespace
 
 int64_t layer_norm_programs(int64_t num_rows, int64_t num_cols, Dtype dtype, int num_processors) {
-  const RowBlock block(num_cols, dtype, kPacksBackward, kMaxThreadsHeld);
-  return norm_programs(block, num_rows, num_processors, kMaxThreadsHeld);
+  const RowBlock block(num_cols, dtype, kPacksBackward, kMaxThreadsBackward);
+  return norm_programs(block, num_rows, num_processors);
 }
 
 void layer_norm_forward(const LayerNormForward& op, Queue queue) {

@@ -10,8 +10,7 @@ namespace accel::cuda {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-// Of a row whose gradient's thread may have 128 registers.
-constexpr int kMaxThreadsHeld = 512;
+constexpr int kMaxThreadsBackward = 512;
 // Rows that a program has at least, where there are enough for all processors: its sum of dweight, written
 // and read once as fp32, is then below a tenth of what it moves.
 constexpr int kMinRows = 8;
@@ -43,59 +42,14 @@ ACCEL_DEVICE void load_scale(const void* weight, bool weight_is_float, float off
   for (int i = 0; i < kPack<T>; ++i) scale[i] += offset;
 }
 
-// Rows on their way from memory while others are computed: a thread's packs of this row and of the next, in its
-// own places of the block's shared memory. All tensors are of whole packs.
-template <typename T, int kTensors, int kCount>
-struct RowsAhead {
-  uint4* shared;
-
-  static constexpr size_t bytes(int num_threads) {
-    return size_t{2} * kTensors * kCount * kPackBytes * num_threads;
-  }
-  ACCEL_DEVICE uint4* place(int turn, int tensor, int k) const {
-    return shared + ((turn % 2 * kTensors + tensor) * kCount + k) * blockDim.x + threadIdx.x;
-  }
-  // Begins with a row, if there is one. A null tensor is left out.
-  ACCEL_DEVICE void fetch(const void* const (&tensors)[kTensors], const NormRows& rows, int64_t row,
-                          int turn) const {
-    const int64_t num_cols = row < rows.num_rows ? rows.num_cols : 0;
-#pragma unroll
-    for (int i = 0; i < kTensors; ++i) {
-      if (tensors[i] == nullptr) continue;
-      const T* row_N = static_cast<const T*>(tensors[i]) + row * rows.num_cols;
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) {
-        const int64_t col = rows.template col<T>(k);
-        if (col < num_cols) copy_async(place(turn, i, k), row_N + col);
-      }
-    }
-    commit_copies();
-  }
-  // Waits for the row of a turn, while the one after it is under way.
-  ACCEL_DEVICE void await() const { await_copies<1>(); }
-  // A pack of it; zeros where the row has none.
-  ACCEL_DEVICE Pack<T> take(int turn, int tensor, int k, int64_t count) const {
-    if (count <= 0) return {};
-    const uint4 raw = *place(turn, tensor, k);
-    return {raw.x, raw.y, raw.z, raw.w};
-  }
-};
-
 // What the warps of a block with several rows to a warp have summed.
 template <typename T, int kCount>
 struct WarpSums {
   float of_warp[4][kWarp * kCount * kPack<T>];
 };
 
-template <typename Sums, bool kDynamic>
-ACCEL_DEVICE Sums& shared_sums() {
-  if constexpr (kDynamic) return *reinterpret_cast<Sums*>(dynamic_shared(sizeof(Sums)));
-  if constexpr (!kDynamic) return block_shared<Sums>();
-}
-
-// Each thread's sums, one for each of its columns, over the teams of the block. With kDynamic the shared memory for
-// it is the launch's, which has enough of it: `RowsAhead` takes twice as much.
-template <typename T, bool kDynamic, int kCount>
+// Each thread's sums, one for each of its columns, over the teams of the block.
+template <typename T, int kCount>
 ACCEL_DEVICE void store_partial(const NormRows& rows, const float (&sums)[kCount][kPack<T>],
                                 float* partial_N) {
   const RowTeams teams = rows.teams;
@@ -110,7 +64,7 @@ ACCEL_DEVICE void store_partial(const NormRows& rows, const float (&sums)[kCount
     }
     return;
   }
-  auto& of_warp = shared_sums<WarpSums<T, kCount>, kDynamic>().of_warp;
+  auto& of_warp = block_shared<WarpSums<T, kCount>>().of_warp;
   const int warp = threadIdx.x / kWarp;
   __syncthreads();  // what was stored before this is read
 #pragma unroll
@@ -136,9 +90,9 @@ bool fits(const RowBlock& block, int packs_per_thread, int64_t num_cols, Dtype d
   return (int64_t{packs_per_thread} << block.log2_threads) * kPackBytes >= num_cols * size_of(dtype);
 }
 
-// P of the backward of rows in such blocks: as many as processors hold at once, so many threads each.
-int64_t norm_programs(const RowBlock& block, int64_t num_rows, int num_processors, int num_threads) {
-  const int64_t most = std::clamp<int64_t>(num_threads / block.threads_per_block, 1, 4) * num_processors;
+// P of the backward of rows in such blocks: as many as processors hold at once, 512 threads each.
+int64_t norm_programs(const RowBlock& block, int64_t num_rows, int num_processors) {
+  const int64_t most = std::clamp<int64_t>(512 / block.threads_per_block, 1, 4) * num_processors;
   const int64_t groups = ceil_div(num_rows, block.rows_per_block);
   return std::min(groups, std::clamp<int64_t>(ceil_div(groups, kMinRows), num_processors, most));
 }

@@ -13,11 +13,9 @@
 namespace accel::cuda {
 namespace {
 
-// Of a row, in registers, in each thread. Backward there are x and dy at once, and dweight in fp32: 2 packs take
-// some 60 registers, of which a block of 1024 threads may have 64 each. More packs in half as many threads leave
-// the processors waiting for their own sums: that took 1.3 times as long as the memory (an H200).
+// Of a row, in registers, in each thread. Backward there are x, dy (and dtotal) at once, and dweight in
+// fp32: 4 packs take some 110 registers, of which a block of 512 threads may have 128 each.
 constexpr int kPacks = 4;
-constexpr int kPacksBackward = 2;
 
 struct ForwardCall {
   RmsNormForward op;
@@ -158,80 +156,56 @@ ACCEL_DEVICE void write_dx(const RmsNormBackward& op, const Pack<T>& x, const Pa
   store<kWhole>(static_cast<T*>(op.dx) + at, pack_of<T>(dx), count);
 }
 
-template <typename T, bool kAdd>
-using Ahead = RowsAhead<T, kAdd ? 3 : 2, kPacksBackward>;
-
-// kAhead: the next row is fetched before this one is computed, which then waits for nothing but the first.
-template <typename T, bool kAdd, bool kWhole, bool kAhead>
-__global__ void __launch_bounds__(kAhead ? kMaxThreads : kMaxThreadsHeld)
+template <typename T, bool kAdd, bool kWhole>
+__global__ void __launch_bounds__(kMaxThreadsBackward)
     rms_norm_backward_whole_rows(const BackwardCall call) {
   const RmsNormBackward& op = call.op;
   const NormRows& rows = call.rows;
   const RowTeams teams = rows.teams;
-  const int64_t rows_at_once = static_cast<int64_t>(gridDim.x) * teams.teams_per_block();
-  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * teams.teams_per_block() + teams.team();
-  Ahead<T, kAdd> ahead;
-  const void* tensors[kAdd ? 3 : 2] = {op.x, op.dy};
-  if constexpr (kAdd) tensors[2] = op.dtotal;
-  if constexpr (kAhead) {
-    ahead.shared = dynamic_shared(ahead.bytes(blockDim.x));
-    ahead.fetch(tensors, rows, first_row, 0);
-  }
-  const auto rstd_of = [&](int64_t row) { return row < rows.num_rows ? op.rstd[row] : 0.0f; };
-  float dweight[kPacksBackward][kPack<T>] = {};
-  float next_rstd = rstd_of(first_row);
+  float dweight[kPacks][kPack<T>] = {};
   int turn = 0;
-  // as many turns for all teams of the block, which wait for each other
-  for (int64_t row = first_row; row - teams.team() < rows.num_rows; row += rows_at_once, ++turn) {
-    if constexpr (kAhead) {
-      ahead.fetch(tensors, rows, row + rows_at_once, turn + 1);
-      ahead.await();
-    }
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * teams.teams_per_block(); first < rows.num_rows;
+       first += static_cast<int64_t>(gridDim.x) * teams.teams_per_block()) {
+    const int64_t row = first + teams.team();
     const int64_t num_cols = row < rows.num_rows ? rows.num_cols : 0;
     const int64_t start = row * rows.num_cols;
-    const float rstd = next_rstd;
-    next_rstd = rstd_of(row + rows_at_once);
-    Pack<T> x[kPacksBackward], dy[kPacksBackward];
+    const float rstd = num_cols ? op.rstd[row] : 0.0f;
+    Pack<T> x[kPacks], dy[kPacks], dtotal[kAdd && kWhole ? kPacks : 1];
 #pragma unroll
-    for (int k = 0; k < kPacksBackward; ++k) {
+    for (int k = 0; k < kPacks; ++k) {
       const int64_t col = rows.template col<T>(k), at = start + col, count = num_cols - col;
-      x[k] = kAhead ? ahead.take(turn, 0, k, count) : load<kWhole>(static_cast<const T*>(op.x) + at, count);
-      dy[k] = kAhead ? ahead.take(turn, 1, k, count) : load<kWhole>(static_cast<const T*>(op.dy) + at, count);
+      x[k] = load<kWhole>(static_cast<const T*>(op.x) + at, count);
+      dy[k] = load<kWhole>(static_cast<const T*>(op.dy) + at, count);
+      if constexpr (kAdd && kWhole) {
+        if (op.dtotal) dtotal[k] = load<true>(static_cast<const T*>(op.dtotal) + at, count);
+      }
     }
     float mean = 0.0f;
 #pragma unroll
-    for (int k = 0; k < kPacksBackward; ++k) {
+    for (int k = 0; k < kPacks; ++k) {
       if constexpr (!kWhole) one_after_the_other();
       const int64_t col = rows.template col<T>(k);
       mean = dot<T, kWhole>(op, x[k], dy[k], col, num_cols - col, rstd, mean);
     }
-    mean = row_sum(mean, teams, turn) / static_cast<float>(rows.num_cols);
+    mean = row_sum(mean, teams, turn++) / static_cast<float>(rows.num_cols);
 #pragma unroll
-    for (int k = 0; k < kPacksBackward; ++k) {
+    for (int k = 0; k < kPacks; ++k) {
       if constexpr (!kWhole) one_after_the_other();
-      const int64_t col = rows.template col<T>(k), at = start + col, count = num_cols - col;
-      if constexpr (kAhead && kAdd) {  // once more, rather than from the registers that dtotal takes
-        one_after_the_other();
-        x[k] = ahead.take(turn, 0, k, count);
-        dy[k] = ahead.take(turn, 1, k, count);
-      }
       x[k].stay_packed(), dy[k].stay_packed();
-      Pack<T> dtotal{};
-      if constexpr (kAdd) {  // late: the registers are another's until then
-        if (op.dtotal) {
-          dtotal = kAhead ? ahead.take(turn, 2, k, count)
-                          : load<kWhole>(static_cast<const T*>(op.dtotal) + at, count);
-        }
+      const int64_t col = rows.template col<T>(k), at = start + col, count = num_cols - col;
+      if constexpr (kAdd && !kWhole) {  // late: elements one by one take twice the registers
+        if (op.dtotal) dtotal[0] = load<false>(static_cast<const T*>(op.dtotal) + at, count);
       }
-      write_dx<T, kAdd, kWhole>(op, x[k], dy[k], dtotal, at, col, count, rstd, mean, dweight[k]);
+      write_dx<T, kAdd, kWhole>(op, x[k], dy[k], dtotal[kAdd && kWhole ? k : 0], at, col, count, rstd,
+                                mean, dweight[k]);
     }
   }
-  store_partial<T, kAhead>(rows, dweight, op.dweight_PN + blockIdx.x * rows.num_cols);
+  store_partial<T>(rows, dweight, op.dweight_PN + blockIdx.x * rows.num_cols);
 }
 
 // One row at a time. dweight is summed in memory, where each column is one thread's own.
 template <typename T, bool kAdd, bool kWhole>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreadsBackward, 1)
     rms_norm_backward_long_rows(const BackwardCall call) {
   const RmsNormBackward& op = call.op;
   const NormRows& rows = call.rows;
@@ -252,7 +226,7 @@ __global__ void __launch_bounds__(kMaxThreads)
       const int64_t at = start + col, count = rows.num_cols - col;
       const Pack<T> x = load<kWhole>(static_cast<const T*>(op.x) + at, count);
       const Pack<T> dy = load<kWhole>(static_cast<const T*>(op.dy) + at, count);
-      Pack<T> dtotal{};
+      Pack<T> dtotal;
       if constexpr (kAdd) {
         if (op.dtotal) dtotal = load<kWhole>(static_cast<const T*>(op.dtotal) + at, count);
       }
@@ -285,19 +259,14 @@ void launch_forward(const RmsNormForward& op, Queue queue) {
 
 template <bool kAdd, bool kWhole>
 void launch_backward(const RmsNormBackward& op, int64_t num_programs, Queue queue) {
-  const RowBlock block(op.num_cols, op.dtype, kPacksBackward, kMaxThreads);
-  const size_t ahead_bytes = Ahead<float, kAdd>::bytes(block.threads_per_block);
-  const bool fit = fits(block, kPacksBackward, op.num_cols, op.dtype);
-  const bool ahead = kWhole && fit && ahead_bytes <= queue.shared_bytes;
-  const bool whole = fit && block.threads_per_block <= kMaxThreadsHeld;
+  const RowBlock block(op.num_cols, op.dtype, kPacks, kMaxThreadsBackward);
+  const bool whole = fits(block, kPacks, op.num_cols, op.dtype);
   auto* kernel = for_dtype(op.dtype, [&]<typename T> {
-    if (ahead) return &rms_norm_backward_whole_rows<T, kAdd, kWhole, kWhole>;
-    return whole ? &rms_norm_backward_whole_rows<T, kAdd, kWhole, false>
+    return whole ? &rms_norm_backward_whole_rows<T, kAdd, kWhole>
                  : &rms_norm_backward_long_rows<T, kAdd, kWhole>;
   });
   const BackwardCall call{op, {op.num_rows, op.num_cols, {block.log2_threads}}};
-  launch(kernel, static_cast<unsigned>(num_programs), block.threads_per_block, queue, call,
-         ahead ? ahead_bytes : 0);
+  launch(kernel, static_cast<unsigned>(num_programs), block.threads_per_block, queue, call);
   sum_partials({op.dweight_PN, op.dweight, num_programs, op.num_cols, op.weight_is_float}, op.dtype,
                queue);
 }

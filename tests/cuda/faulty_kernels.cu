@@ -48,7 +48,7 @@ extern "C" const char* run_faulty(float* out, int fault) {
   static thread_local std::string message;
   using namespace accel::cuda;
   try {
-    launch(faulty, 2, 64, Queue{nullptr, 1, 0}, Call{out, fault});
+    launch(faulty, 2, 64, Queue{nullptr, 1}, Call{out, fault});
   } catch (const std::exception& error) {
     message = error.what();
     return message.c_str();

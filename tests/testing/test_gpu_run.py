@@ -178,10 +178,12 @@ def test_what_is_hidden():
     assert overlap.hidden_share(ours=150, gemm=100, comm=50) == 0
     us = {"gemm": 100.0, "comm": 100.0, "1 chunks": 200.0, "4 chunks": 110.0}
     row = {"us": us, "best": "4 chunks", "bytes_per_s": 5e10, "hidden": 0.9}
-    rows = {"good": row, "bad": {**row, "hidden": 0.8}, "none": {"failed": "no room"}}
-    good, bad, none = overlap_table(rows, rehearsal=False)[2:]
-    assert good.endswith("| 90% | 90% | met |")
-    assert bad.endswith("| 80% | 90% | missed |")
+    long = {**row, "us": {**us, "comm": 125.0}, "hidden": 0.7}
+    rows = {"good": row, "bad": {**row, "hidden": 0.8}, "long": long, "none": {"failed": "no room"}}
+    good, bad, long, none = overlap_table(rows, rehearsal=False)[2:]
+    assert good.endswith("| 90% | 100% | 90% | met |")
+    assert bad.endswith("| 80% | 100% | 90% | missed |")
+    assert long.endswith("| 70% | 80% | 90% |  |")  # so much cannot hide
     assert "failed: no room" in none
 
 
@@ -217,6 +219,20 @@ def test_a_wrong_or_absent_side_is_told_and_hides_no_other():
     assert "absent" in row["sides"]["accel"]
     assert row["limit_us"] == pytest.approx(1e6 * 256 / 1e12)
     assert row["target_us"] == results[EAGER].best
+
+
+def test_a_peer_that_is_less_exact_is_timed_and_told():
+    sides = {
+        OURS: lambda x: 2.04 * x,
+        EAGER: lambda x: 2 * x,
+        "near": lambda x: 2.04 * x,
+        "far": lambda x: 2.2 * x,
+    }
+    results = run(doubled(**sides), "cpu", None)
+    assert isinstance(results["near"], Times)
+    assert "less exact" in results["near"].note
+    assert results["far"].startswith("wrong")
+    assert results[OURS].startswith("wrong")
 
 
 def test_one_side_alone_is_timed_and_eager_says_whether_it_is_right():

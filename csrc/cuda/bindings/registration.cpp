@@ -17,28 +17,14 @@
 namespace accel::cuda {
 
 #ifndef ACCEL_CUDA_ON_CPU
-namespace {
-
-// An attribute that is never 0, asked once of each device.
-template <cudaDeviceAttr kAttribute>
-int attribute_of(c10::DeviceIndex device) {
-  constexpr int kMaxDevices = 64;
-  static std::atomic<int> known[kMaxDevices];
-  int value = device < kMaxDevices ? known[device].load(std::memory_order_relaxed) : 0;
-  if (value) return value;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, kAttribute, device));
-  if (device < kMaxDevices) known[device].store(value, std::memory_order_relaxed);
-  return value;
-}
-
-}  // namespace
-
 int num_processors(c10::DeviceIndex device) {
-  return attribute_of<cudaDevAttrMultiProcessorCount>(device);
-}
-
-size_t shared_bytes(c10::DeviceIndex device) {
-  return attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device);
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int> counts[kMaxDevices];
+  int count = device < kMaxDevices ? counts[device].load(std::memory_order_relaxed) : 0;
+  if (count) return count;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  if (device < kMaxDevices) counts[device].store(count, std::memory_order_relaxed);
+  return count;
 }
 #endif
 

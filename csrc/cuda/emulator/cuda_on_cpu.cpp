@@ -47,7 +47,6 @@ const std::function<void()>* body;
 unsigned num_threads, arrived_at_barrier;
 alignas(64) char shared[4 * kSharedBytes];  // a kernel that takes too much is told at its end
 size_t shared_used;
-std::vector<uint32_t> dynamic;  // what the launch asked for beside
 size_t misaligned;  // bytes that were read or written at once, or 0
 const char* failed_assertion;
 unsigned num_launches;
@@ -113,7 +112,6 @@ void run_warp(unsigned warp, bool downwards) {
 }
 
 void run_block(bool downwards) {
-  std::fill(dynamic.begin(), dynamic.end(), ~0u);
   std::memset(shared, 0xff, sizeof(shared));
   shared_used = 0;
   shared_at.clear();
@@ -163,13 +161,6 @@ void* shared_memory(const void* key, size_t num_bytes) {
   return shared + at->second;
 }
 
-void* dynamic_memory(size_t num_bytes) {
-  if (num_bytes > dynamic.size() * sizeof(dynamic[0])) {
-    failed_assertion = "no more shared memory than the launch asked for";
-  }
-  return dynamic.data();
-}
-
 // Told when the block is over: an exception cannot leave a fiber.
 void check_aligned(const void* p, size_t num_bytes) {
   if (reinterpret_cast<uintptr_t>(p) % num_bytes) misaligned = num_bytes;
@@ -177,7 +168,7 @@ void check_aligned(const void* p, size_t num_bytes) {
 
 void fail_assertion(const char* condition) { failed_assertion = condition; }
 
-void run(dim3 grid, unsigned block, size_t dynamic_bytes, const std::function<void()>& kernel) {
+void run(dim3 grid, unsigned block, const std::function<void()>& kernel) {
   if (block == 0 || block > 1024 || block % kWarp) {
     throw std::runtime_error("CUDA on CPU: blocks of " + std::to_string(block) + " threads");
   }
@@ -186,7 +177,6 @@ void run(dim3 grid, unsigned block, size_t dynamic_bytes, const std::function<vo
   warps.resize(block / kWarp);
   body = &kernel;
   num_threads = block;
-  dynamic.resize((dynamic_bytes + 3) / 4);
   position.block_size = dim3(block);
   position.grid_size = grid;
   ++num_launches;

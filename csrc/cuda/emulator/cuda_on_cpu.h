@@ -47,11 +47,10 @@ struct Position {
 
 extern Position position;  // of the thread that runs
 
-void run(dim3 grid, unsigned block, size_t dynamic_bytes, const std::function<void()>& kernel);
+void run(dim3 grid, unsigned block, const std::function<void()>& kernel);
 void barrier();
 uint32_t exchange(uint32_t word, int from_lane);  // between the lanes of a warp
 void* shared_memory(const void* key, size_t num_bytes);
-void* dynamic_memory(size_t num_bytes);
 void check_aligned(const void* p, size_t num_bytes);  // that begin there, at a multiple of their number
 void fail_assertion(const char* condition);
 

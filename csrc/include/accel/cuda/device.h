@@ -21,22 +21,14 @@
 
 namespace accel::cuda {
 
-// What a block has of shared memory without asking, less what no kernel that takes any at its launch has besides.
-constexpr size_t kDynamicBytes = (48 - 16) << 10;
-
-// kernel<<<grid, block, dynamic_bytes, queue.stream>>>(args); nothing for an empty grid.
+// kernel<<<grid, block, 0, queue.stream>>>(args); nothing for an empty grid.
 template <typename Args>
-void launch(void (*kernel)(Args), dim3 grid, unsigned block, Queue queue, const Args& args,
-            [[maybe_unused]] size_t dynamic_bytes = 0) {
+void launch(void (*kernel)(Args), dim3 grid, unsigned block, Queue queue, const Args& args) {
   if (grid.x == 0 || grid.y == 0) return;
 #ifdef __CUDACC__
-  if (dynamic_bytes > kDynamicBytes) {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         static_cast<int>(dynamic_bytes));
-  }
-  kernel<<<grid, block, dynamic_bytes, queue.stream>>>(args);
+  kernel<<<grid, block, 0, queue.stream>>>(args);
 #else
-  emulator::run(grid, block, dynamic_bytes, [&] { kernel(args); });
+  emulator::run(grid, block, [&] { kernel(args); });
 #endif
 }
 
@@ -49,16 +41,6 @@ ACCEL_DEVICE T& block_shared() {
 #else
   static const char key = 0;
   return *static_cast<T*>(emulator::shared_memory(&key, sizeof(T)));
-#endif
-}
-
-// The block's shared memory of the launch's `dynamic_bytes`, not initialised.
-ACCEL_DEVICE uint4* dynamic_shared([[maybe_unused]] size_t num_bytes) {
-#ifdef __CUDACC__
-  extern __shared__ uint4 storage[];
-  return storage;
-#else
-  return static_cast<uint4*>(emulator::dynamic_memory(num_bytes));
 #endif
 }
 
@@ -174,32 +156,6 @@ ACCEL_DEVICE void check_aligned(
     [[maybe_unused]] const void* p, [[maybe_unused]] size_t num_bytes = kPackBytes) {
 #ifndef __CUDACC__
   emulator::check_aligned(p, num_bytes);
-#endif
-}
-
-// 16 bytes into shared memory, beside whatever this thread does until `await_copies`.
-ACCEL_DEVICE void copy_async(uint4* shared, const void* p) {
-  check_aligned(p);
-#ifdef __CUDACC__
-  const auto to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(p) : "memory");
-#else
-  std::memcpy(shared, p, sizeof(*shared));
-#endif
-}
-
-// Ends a batch of this thread's copies.
-ACCEL_DEVICE void commit_copies() {
-#ifdef __CUDACC__
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// Waits for all of this thread's batches but the last kBehind.
-template <int kBehind>
-ACCEL_DEVICE void await_copies() {
-#ifdef __CUDACC__
-  asm volatile("cp.async.wait_group %0;" ::"n"(kBehind) : "memory");
 #endif
 }
 

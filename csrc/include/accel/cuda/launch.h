@@ -2,7 +2,6 @@
 // nvcc, by the bindings, and by the emulator.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 struct CUstream_st;  // cudaStream_t is a pointer to it
@@ -15,8 +14,7 @@ constexpr int size_of(Dtype dtype) { return dtype == Dtype::float32 ? 4 : 2; }
 
 struct Queue {
   CUstream_st* stream;
-  int num_processors;     // streaming multiprocessors of its device
-  size_t shared_bytes;    // that a block may have there
+  int num_processors;  // streaming multiprocessors of its device
 };
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -30,7 +30,7 @@ inline Dtype dtype_of(at::ScalarType dtype, const char* op) {
 struct OnDeviceOf {
   explicit OnDeviceOf(const at::Tensor&) {}
   // Few, since each block costs much here, and odd, so that rows do not divide by it.
-  Queue queue() const { return {nullptr, 3, 227 << 10}; }
+  Queue queue() const { return {nullptr, 3}; }
   bool is_capturing() const { return false; }
   void check_launch() const {}  // the emulator throws
 };
@@ -38,7 +38,6 @@ struct OnDeviceOf {
 #else
 
 int num_processors(c10::DeviceIndex device);
-size_t shared_bytes(c10::DeviceIndex device);  // that a block may have, if it asks
 
 // Launches go to the device of `tensor` for as long as this lives.
 class OnDeviceOf {
@@ -46,7 +45,7 @@ class OnDeviceOf {
   explicit OnDeviceOf(const at::Tensor& tensor) : guard_(tensor.device()) {}
   Queue queue() const {
     const c10::DeviceIndex device = guard_.current_device().index();
-    return {c10::cuda::getCurrentCUDAStream(device).stream(), num_processors(device), shared_bytes(device)};
+    return {c10::cuda::getCurrentCUDAStream(device).stream(), num_processors(device)};
   }
   // Whether a CUDA graph records what is launched.
   bool is_capturing() const {
