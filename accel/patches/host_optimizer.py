@@ -23,7 +23,7 @@ stepped in the same place on all of them.
 On the CPU device runtime the host is the device: the memory of the states does not count as the device's
 (``torch.cuda.memory_allocated``, and the limit of ``torch.cuda.set_per_process_memory_fraction``), and the
 host's share, which is all if it is measured, is stepped where it is; the rest is copied as anywhere else.
-Not run on a GPU yet.
+On a GPU, an H200, it has trained a small model with the same losses, digit for digit; not timed there yet.
 """
 
 from __future__ import annotations
