@@ -13,9 +13,9 @@ but the last, whose backward pass comes first. What was chosen is told in one li
 
 Gradients are those of stock, bit for bit, with pipelines, virtual stages, any order of micro-batches, and
 recomputation: what is recomputed is not swapped. Parameters, tensors under 1 MiB and small parts of larger
-ones stay. On a GPU it has trained a small model with the same losses, digit for digit; not timed there yet. On
-the CPU device runtime the host is the device, so nothing hides: ``all``
-does there what it does elsewhere, and what is swapped does not count as the device's.
+ones stay. On a GPU it has trained a small model with the same losses, digit for digit; not timed there yet.
+On the CPU device runtime the host is the device, so nothing hides: ``all`` does there what it does elsewhere,
+and what is swapped does not count as the device's.
 """
 
 from __future__ import annotations
