@@ -657,7 +657,7 @@ class _Blocks(NamedTuple):
 # run ahead of the products. Those of 64, 128 and 192 are the best of 4 to 14 on an H200, causal (8192 tokens,
 # 32 heads; 4096 and 64 for 192), with Triton 3.6. TFLOP/s of the forward, of keys and of queries:
 #     64    429, 370, 572        128    490, 411, 668        192 and 128    409, 368, 454
-# Each is far ahead of its neighbours: 128 x 64 by 4 warps, say, has 216 forward for 128.
+# Others may be far behind: 128 x 64 by 4 warps has 216 forward for 128.
 FORWARD = {
     64: _Blocks(128, 64, 8, 3),
     128: _Blocks(128, 64, 8, 3),
@@ -1035,16 +1035,10 @@ def best_backward(dout: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor
 KERNELS = {"accel::attention_fwd": best_forward, "accel::attention_bwd": best_backward}
 
 MAY_SPILL = {
-    (
-        "_backward_keys",
-        "sm_90",
-    ): "with rows of 128: 2.66 ms all the same, where blocks of 32 x 128, which "
-    "do not, take 3.35 (an H200; 8192 causal queries of 32 heads over 8)",
-    (
-        "_backward_queries",
-        "sm_90",
-    ): "with rows of 64: 0.72 ms all the same, where 8 warps, which do not, "
-    "take 0.85 (likewise, 32 heads)",
+    ("_backward_keys", "sm_90"): "rows of 128: 2.66 ms all the same, 3.35 with blocks that do not "
+    "(32 x 128; an H200, 8192 causal queries of 32 heads over 8)",
+    ("_backward_queries", "sm_90"): "rows of 64: 0.72 ms all the same, with 8 warps, which do not, "
+    "0.85 (an H200, 8192 causal queries of 32 heads)",
     ("_backward_keys", "sm_80"): "with blocks that it does not get ('for sm_80' are its own), "
     "and with rows of 192",
     ("_backward_queries", "sm_80"): "likewise; for rows of 192 smaller blocks spill too",

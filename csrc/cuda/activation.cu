@@ -10,6 +10,8 @@ namespace {
 
 constexpr int kMaxThreads = 256;  // of a row: 2048 columns of 16 bits are a tile
 // Blocks for each processor: several times as many as it can hold, so that all processors end together.
+// SwiGLU of 8192 x 14336 on an H200, us forward and backward: 8 blocks 217 and 308, 16 190 and 301, 32 176
+// and 294, 64 169 and 292, 256 168 and 305.
 constexpr int kBlocksPerProcessor = 64;
 // The same where dbias is summed: what each sums is written and read once more.
 constexpr int kBlocksPerProcessorWithBias = 2;

@@ -5,7 +5,8 @@
 #include "accel/cuda/device.h"
 
 // A thread has one chunk of a token's cosines and sines, those of as many pairs as a pack has elements, and
-// rotates that chunk of two heads at a time, of all tensors of the call: with one, too few bytes are under way.
+// rotates that chunk of two heads at a time, of all tensors of the call. (One by one, and with angles for
+// each member of a pair, 8192 tokens of 40 heads took 62 us of an H200 in place of 59.)
 
 namespace accel::cuda {
 namespace {
@@ -62,7 +63,8 @@ struct Angles {
 };
 
 template <typename T, bool kWhole, bool kSame>
-ACCEL_DEVICE void load_angles(const Rope& op, int64_t row, int64_t batch, int64_t j, Angles<T, kSame>& angles) {
+ACCEL_DEVICE void load_angles(const Rope& op, int64_t row, int64_t batch, int64_t j,
+                              Angles<T, kSame>& angles) {
   const int64_t at = row * op.row_stride + batch * op.batch_stride + j, count = op.half - j;
 #pragma unroll
   for (int member = 0; member < angles.kMembers; ++member) {
