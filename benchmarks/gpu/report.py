@@ -90,16 +90,16 @@ def ops_table(rows: list[dict], rehearsal: bool) -> list[str]:
     return lines
 
 
-def training_table(training: dict) -> list[str]:
+def training_table(training: dict, rehearsal: bool) -> list[str]:
     sides, stock = training["sides"], training["sides"].get("stock", {})
     lines = [
-        "| side | ms a step | tokens/s | MFU | peak, GiB | over stock | losses apart by |",
-        "|---|---|---|---|---|---|---|",
+        "| side | ms a step | tokens/s | MFU | peak, GiB | over stock | losses apart by | target |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for side, made in sides.items():
         if "ms" not in made:
             lines.append(
-                f"| {side} | failed: {made['failed'].strip().splitlines()[-1][:100]} | | | | | |"
+                f"| {side} | failed: {made['failed'].strip().splitlines()[-1][:100]} | | | | | | |"
             )
             continue
         mfu = "" if made["mfu"] is None else f"{made['mfu']:.1%}"
@@ -108,9 +108,14 @@ def training_table(training: dict) -> list[str]:
         if "losses" in stock:
             pairs = zip(made["losses"], stock["losses"], strict=False)
             apart = f"{max((abs(a - b) for a, b in pairs), default=0):.2e}"
+        target = ""
+        if side != "stock" and over and mfu and not rehearsal:
+            met = stock["ms"] / made["ms"] >= SPEEDUP_TARGET, made["mfu"] >= MFU_TARGET
+            marks = ["met" if m else "missed" for m in met]
+            target = f"{SPEEDUP_TARGET}x {marks[0]}, {MFU_TARGET:.0%} {marks[1]}"
         lines.append(
             f"| {side} | {made['ms']:.1f} | {made['tokens_per_s']:.0f} | {mfu} "
-            f"| {made['peak_bytes'] / 2**30:.1f} | {over} | {apart} |"
+            f"| {made['peak_bytes'] / 2**30:.1f} | {over} | {apart} | {target} |"
         )
     return lines
 
@@ -221,7 +226,7 @@ def page(results: dict[str, Any]) -> list[str]:
     if results["ops"] and ceilings:
         lines += ["", *ops_table(results["ops"], rehearsal)]
     if training := results["training"]:
-        lines += ["", f"Training, {training['shape']}:", "", *training_table(training)]
+        lines += ["", f"Training, {training['shape']}:", "", *training_table(training, rehearsal)]
     if results["overlap"]:
         table = overlap_table(results["overlap"], rehearsal)
         lines += ["", "Transfers under products:", "", *table]

@@ -13,7 +13,7 @@ from accel.parallel import overlapped_linear
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import memory, overlap
 from benchmarks.gpu.ops import optimizers
-from benchmarks.gpu.report import memory_table, overlap_table, with_triton
+from benchmarks.gpu.report import memory_table, overlap_table, training_table, with_triton
 from benchmarks.gpu.setting import PEAKS, Setting, short_name
 from benchmarks.gpu.tests import OUTCOMES
 from benchmarks.gpu.timing import Times, measure
@@ -185,6 +185,21 @@ def test_what_is_hidden():
     assert bad.endswith("| 80% | 100% | 90% | missed |")
     assert long.endswith("| 70% | 80% | 90% |  |")  # so much cannot hide
     assert "failed: no room" in none
+
+
+def test_what_training_reaches():
+    made = {"ms": 130.0, "tokens_per_s": 1.0, "mfu": 0.5, "peak_bytes": 0, "losses": [2.0, 1.0]}
+    sides = {
+        "stock": made,
+        "accel fast": {**made, "ms": 100.0, "mfu": 0.65, "losses": [2.0, 1.25]},
+        "accel max": {**made, "ms": 120.0, "mfu": 0.55},
+        "late": {"failed": "no time left"},
+    }
+    stock, fast, most, late = training_table({"sides": sides}, rehearsal=False)[2:]
+    assert stock.endswith("| 1.00x | 0.00e+00 |  |")
+    assert fast.endswith("| 1.30x | 2.50e-01 | 1.3x met, 60% met |")
+    assert most.endswith("| 1.08x | 0.00e+00 | 1.3x missed, 60% missed |")
+    assert "failed: no time left" in late
 
 
 def doubled(**sides) -> Work:
