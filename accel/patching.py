@@ -74,7 +74,7 @@ class Patch:
     """One sentence: what upstream lacks, and what the replacement changes."""
     how: Literal["replace", "wrap", "provide"] = "replace"
     """``wrap``: the replacement is called with the original and returns the new object.
-    ``provide``: the target is a name that a guarded import of upstream left unbound."""
+    ``provide``: the target is a name that a guarded import of upstream left unbound, or None."""
     expects: tuple[str, ...] | None = None
     """Parameter names of the upstream callable that the replacement was written against; ``None`` for
     what is no function."""
@@ -300,16 +300,24 @@ def _is_done_already(change: Change, changes: list[Change], problems: list[str])
     return False
 
 
-def _plan_provided(group: list[Patch], problems: list[str]) -> Change:
+def _plan_provided(group: list[Patch], problems: list[str]) -> Change | None:
     patch, *more = group
     if more:
         problems.append(f"provided by {patch.replacement}, patched again by {more[0].replacement}")
-    owner, name = _owner(patch.target)
-    if _lookup(owner, name) is not _ABSENT:
-        problems.append("upstream binds it already; a provided name must be unbound")
-    elif name not in inspect.getsource(owner):
+    try:
+        owner, name = _owner(patch.target)
+    except (PatchError, ImportError):
+        if patch.optional:
+            return None
+        raise
+    raw = _lookup(owner, name)
+    if raw is _ABSENT and name not in inspect.getsource(owner):
+        if patch.optional:
+            return None
         problems.append(f"{_describe(owner)} never mentions {name!r}")
-    return Change((patch,), owner, name, _ABSENT, _replacement(patch))
+    elif raw is not _ABSENT and raw is not None:
+        problems.append("upstream binds it already; a provided name must be unbound, or None")
+    return Change((patch,), owner, name, raw, _replacement(patch))
 
 
 def _contract_problems(patch: Patch, raw: Any) -> Iterable[str]:

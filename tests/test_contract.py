@@ -39,16 +39,13 @@ for patch in everything:
         if not patch.optional:
             raise
 for patch in everything:
-    row = rows["patches"][patch.target + " " + patch.replacement] = {"problem": None, "missing": False}
+    row = rows["patches"][patch.target + " " + patch.replacement] = {"problem": None}
     try:
-        try:
-            unbound = None, None, None
-            owner, name, before = unbound if patch.how == "provide" else patching.resolve(patch.target)
-        except (patching.PatchError, ImportError):
-            if not patch.optional:
-                raise
-            row["missing"] = True
+        row["missing"] = patch.optional and not patching.plan([patch])
+        if row["missing"]:
             continue
+        unbound = None, None, None
+        owner, name, before = unbound if patch.how == "provide" else patching.resolve(patch.target)
         row["place"] = f"{id(owner)}.{name}" if owner else patch.target
         row["others"] = patching.replaced_by(patch.target) if patch.takes_over else None
         with patching.apply([patch], scope=("megatron",)) as applied:

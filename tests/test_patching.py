@@ -35,6 +35,7 @@ def upstream() -> Iterator[types.SimpleNamespace]:
         "        def deep(self): return 'deep'\n"
         "FLAG = False\n"
         "def uses_missing(): return missing_name()\n"
+        "NONE = None\n"
     )
     ours = (
         "def new_f(x): return ('new', x)\n"
@@ -124,6 +125,28 @@ def test_provides_a_name_that_a_guarded_import_left_unbound(
     with applied(patch("missing_name", "provided", how="provide")):
         assert upstream.victim.uses_missing() == "provided"
     assert not hasattr(upstream.victim, "missing_name")
+    with applied(patch("NONE", "provided", how="provide")):
+        assert upstream.victim.NONE() == "provided"
+    assert upstream.victim.NONE is None
+
+
+def test_provides_an_optional_name_only_where_upstream_mentions_it(
+    upstream: types.SimpleNamespace,
+) -> None:
+    for target in ("never", "Nope.m"):
+        with applied(patch(target, "provided", how="provide", optional=True)) as done:
+            assert done.bindings == []
+    elsewhere = Patch(
+        target="victim.nowhere:f",
+        replacement="ours:provided",
+        why="x",
+        how="provide",
+        optional=True,
+    )
+    with applied(elsewhere) as done:
+        assert done.bindings == []
+    with pytest.raises(PatchError, match="upstream binds it already"):
+        applied(patch("f", "provided", how="provide", optional=True))
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ PyTorch's own operators alone; parameters and checkpoints are upstream's.
 A state is kept for every 64 tokens, all else is computed again in the backward, in fp32. Upstream's PyTorch
 path, that of ``--deterministic-mode``, has the same numbers, keeps what autograd saves, and takes no packs.
 
-From Megatron 0.18 on. Idle where `flash-linear-attention` is installed, and for models without such layers.
-Run
-on CPUs so far, on no GPU or NPU yet.
+Idle where `flash-linear-attention` is installed, and for models without such layers. Megatron 0.17's layer
+takes no packs and no context parallelism. Run on CPUs so far, on no GPU or NPU yet.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _NAMES = {
     f"{_MODULE}.common": ("HAVE_FLA", "causal_conv1d", "l2norm", "chunk_gated_delta_rule"),
     f"{_MODULE}.gdn": ("causal_conv1d", "chunk_gated_delta_rule"),
 }
-"""Module -> what it binds; 0.18 has one, 0.19 a package."""
+"""Module -> what it binds; until 0.18 there is one, from 0.19 on a package."""
 
 
 def causal_conv1d(
@@ -114,14 +113,15 @@ FEATURE = Feature(
     summary="run gated delta networks where flash-linear-attention is not installed",
     preset="off",
     numerics="tolerance",
-    megatron=f">=0.18,{SUPPORTED_RANGE.partition(',')[2]}",
+    megatron=SUPPORTED_RANGE,
     idle=_idle,
     benchmarks=("gated_delta_rule",),
     patches=tuple(
         Patch(
             target=f"{module}:{name}",
             replacement=f"accel.patches.gated_delta_net:{name}",
-            why="Without flash-linear-attention upstream's name is None.",
+            why="Without flash-linear-attention upstream's name is False, None or, in 0.17, not there.",
+            how="provide" if name == "l2norm" else "replace",
             optional=True,
         )
         for module, names in _NAMES.items()

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from accel.feature import Context
 from accel.patches import gated_delta_net
+from accel.upstream import SUPPORTED_MEGATRON
 
 from .test_fused_adamw import one_rank
+from .versions import run_on
 
 TOKENS, BATCH, HIDDEN = 70, 2, 32
 
@@ -65,12 +67,17 @@ def tokens(batch: int = BATCH) -> Tensor:
     return torch.randn(TOKENS, batch, HIDDEN, generator=torch.Generator().manual_seed(2))
 
 
-def test_the_numbers_of_upstreams_own_path() -> None:
+def check_upstreams_own_path() -> None:
     with one_rank():
         ours, theirs = (gradients(layer(deterministic_mode=own), tokens()) for own in (False, True))
     assert len(ours) > 6
     for found, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
+def test_the_numbers_of_upstreams_own_path(version: str) -> None:
+    run_on(version, check_upstreams_own_path)
 
 
 def test_packed_sequences_are_sequences() -> None:

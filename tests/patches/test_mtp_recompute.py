@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +14,8 @@ from accel.patches import mtp_recompute
 from accel.upstream import SUPPORTED_MEGATRON
 
 from .test_fused_adamw import one_rank
+from .versions import run_on
 
-ROOT = Path(__file__).parents[2]
 FULL = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -67,21 +63,7 @@ def check() -> None:
 
 @pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
 def test_gradients_are_those_of_kept_activations(version: str) -> None:
-    import megatron.core
-
-    if megatron.core.__version__.partition("+")[0] == version:
-        check()
-        return
-    path = os.pathsep.join((str(Path(sys.prefix) / "megatron" / version), str(ROOT)))
-    done = subprocess.run(
-        [sys.executable, "-c", f"import {__name__} as test; test.check()"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_on(version, check)
 
 
 class Layer:
