@@ -9,10 +9,9 @@ likewise for the distributed optimizer's shards. The gradient norm and the clipp
 (``accel.ops.l2_norm`` and ``scale``).
 
 The optimizer remains torch's in everything but ``step``: same class hierarchy, same ``state`` (``step``,
-``exp_avg``, ``exp_avg_sq``), same ``param_groups``. Checkpoints of every format move both ways; moments that
-come without a ``step``, as those of ``FusedAdam`` do, go on from the ``step`` of their group, or from 0 as
-there. The order of operations is torch's too; results differ by the rounding of fused multiply-adds, and by
-the order in which the squares of the norm are summed.
+``exp_avg``, ``exp_avg_sq``), same ``param_groups``. Checkpoints of every format move both ways. The order
+of operations is torch's too; results differ by the rounding of fused multiply-adds, and by the order in
+which the squares of the norm are summed.
 
 Left to torch, with a line in the log: ``amsgrad``, ``maximize``, ``capturable``
 (``--optimizer-cuda-graph``), and learning rates that are tensors. ``--optimizer-cpu-offload`` builds
@@ -123,9 +122,6 @@ class _OnePassStep(torch.optim.Adam):
         exp_avgs: list[Tensor] = []
         exp_avg_sqs: list[Tensor] = []
         steps: list[Tensor] = []
-        for state in filter(None, map(self.state.get, group["params"])):
-            if "step" not in state:  # from FusedAdam, which counts in the group
-                state["step"] = torch.tensor(float(group.get("step", 0)), dtype=torch.float32)
         self._init_group(group, params, grads, exp_avgs, exp_avg_sqs, [], steps)
         step = functools.partial(
             adamw,

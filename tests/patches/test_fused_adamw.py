@@ -319,30 +319,6 @@ def test_torchs_hooks_still_run() -> None:
     assert (weight < 1).all()
 
 
-@pytest.mark.parametrize("counted", [None, 7])
-def test_moments_without_a_step_go_on_from_that_of_their_group(counted: int | None) -> None:
-    """As `FusedAdam` leaves them, in checkpoints too."""
-    from megatron.core.optimizer.optimizer import FP32Optimizer
-
-    optimizers = [torch.optim.AdamW([torch.ones(3, requires_grad=True)]) for _ in range(2)]
-    for optimizer in optimizers:
-        (weight,) = optimizer.param_groups[0]["params"]
-        weight.grad = torch.tensor([1.0, 2.0, 3.0])
-        moments = {name: torch.full((3,), 0.5) for name in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[weight].update(moments)
-    ours, stock = optimizers
-    stock.state[stock.param_groups[0]["params"][0]]["step"] = torch.tensor(float(counted or 0))
-    if counted:
-        ours.param_groups[0]["step"] = counted
-    with one_rank(fused_adamw=True):
-        FP32Optimizer(ours, SimpleNamespace(optimizer="adam"), None)
-    for optimizer in optimizers:
-        optimizer.step()
-    (w,), (expected,) = (optimizer.param_groups[0]["params"] for optimizer in optimizers)
-    torch.testing.assert_close(w, expected, rtol=1e-6, atol=0)
-    assert ours.state[w]["step"] == (counted or 0) + 1
-
-
 def test_off_leaves_every_name_alone() -> None:
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads
