@@ -8,8 +8,9 @@ where it shards sequences, `--accel-norm`, without which it refuses. Both sides 
 glibc as it is.
 
 Limit: the tokens per second if the step were nothing but its matrix products, which the profile of one
-more turn gives, together with the share of attention and the rest. Not compared: the data (mock,
-the same on both sides), other numbers of threads.
+more turn gives, together with the share of attention and the rest. Of the memory: what weights, gradients,
+masters and moments take, without any activation. Not compared: the data (mock, the same on both sides), other
+numbers of threads.
 """
 
 import json
@@ -124,6 +125,10 @@ SECOND = Shape(
 SHAPES = (DEMO, SECOND)
 QUICK = replace(DEMO, name="demo, a few steps", steps=14, turn_steps=2, min_speedup=None)
 
+STATE_BYTES = {"fast": 2 + 4 + 4 + 8, "max": 2 + 4 + 2 + 8}
+"""Preset -> what a parameter takes, without sharding: its bf16 weight, fp32 gradient, fp32 master or what the
+weight lacks of it, two fp32 moments."""
+
 KINDS = {
     "matrix products": (
         "aten::mm",
@@ -217,6 +222,8 @@ def shape_rows(shape: Shape) -> list[dict]:
     tokens_per_second = {OURS: shape.tokens / ours, STOCK: shape.tokens / stock}
     target = shape.min_speedup and shape.min_speedup * tokens_per_second[STOCK]
     goal = 0.65 * peak[STOCK]
+    parameters = sum(runs[OURS].num_parameters.values())
+    states = {preset: count * parameters / 2**20 for preset, count in STATE_BYTES.items()}
     bound = shape.tokens / kinds[OURS]["matrix products"]
     make = partial(row, shape.name)
     result = [
@@ -229,12 +236,13 @@ def shape_rows(shape: Shape) -> list[dict]:
             limit=bound,
             target=target,
         ),
-        make("peak memory", "MiB", peak, method, target=goal),
+        make("peak memory", "MiB", peak, method, limit=states["fast"], target=goal),
         make(
             "peak memory, preset max",
             "MiB",
             {OURS: least, STOCK: peak[STOCK]},
             "ours: 4 steps by itself; stock: as without the preset",
+            limit=states["max"],
             target=goal,
         ),
         make("largest loss difference", "nats", {OURS: difference, STOCK: 0.0}, method),

@@ -46,6 +46,7 @@ __all__ = [
     "is_met",
     "machine_name",
     "main",
+    "outcome",
     "parser",
     "row",
     "run",
@@ -451,7 +452,20 @@ def verdict(row: Mapping) -> str:
     """The target of a row, and whether it is met; empty where there is none."""
     if row["target"] is None:
         return ""
-    return f"  target {row['target']:9.4g} {'met' if is_met(row) else 'FALLS SHORT'}"
+    return f"  target {row['target']:9.4g} {outcome(row).upper() if not is_met(row) else 'met'}"
+
+
+def outcome(row: Mapping) -> str:
+    """What became of a row's target: "met", "falls short", or "beyond the limit", where it asks for more than
+    the limit, and the limit holds: neither we nor a peer are better than it."""
+    if is_met(row):
+        return "met"
+    limit, sign = row["limit"], 1 if row["better"] == "lower" else -1
+    reached = [row["ours"], *row["peers"].values()]
+    beyond = limit is not None and sign * row["target"] < sign * limit <= min(
+        sign * x for x in reached
+    )
+    return "beyond the limit" if beyond else "falls short"
 
 
 def is_met(row: Mapping) -> bool:

@@ -18,6 +18,10 @@ _ITERATION = re.compile(r"iteration\s+(?P<iteration>\d+)/\s*\d+ \|.*lm loss: (?P
 _MEMORY = re.compile(
     r"\[Rank (?P<rank>\d+)\] \(after (?:(?!\[Rank ).)*max allocated: (?P<mib>[\d.]+)"
 )
+_PARAMETERS = re.compile(
+    r"number of parameters on \(tensor,[ \w,]* pipeline\) model parallel rank "
+    r"(?P<rank>\([\d, ]+\)): (?P<count>\d+)"
+)
 _HEAD = re.compile(r"^\[accel\] device (?P<head>.*)$")
 _FEATURE = re.compile(r"^\[accel\]   (?P<name>\w+) +(?P<state>\w+) +(?P<asked>.*)$")
 _NOTE = re.compile(r"^\[accel\] (?P<note>\S.*)$")
@@ -45,6 +49,8 @@ class Run:
     """Of each step, in order."""
     peak_bytes: dict[int, int] = field(default_factory=dict)
     """Rank -> the most that its allocator held at once."""
+    num_parameters: dict[str, int] = field(default_factory=dict)
+    """Tensor- and pipeline-parallel rank, as Megatron writes it -> its parameters."""
     head: str = ""
     """First line of accel's start-up table."""
     notes: list[str] = field(default_factory=list)
@@ -61,6 +67,8 @@ def parse(lines: Iterable[str]) -> Run:
         for m in _MEMORY.finditer(line):
             rank, num_bytes = int(m["rank"]), round(float(m["mib"]) * _MIB)
             run.peak_bytes[rank] = max(num_bytes, run.peak_bytes.get(rank, 0))
+        for m in _PARAMETERS.finditer(line):
+            run.num_parameters[m["rank"]] = int(m["count"])
         if m := _ITERATION.search(line):
             run.intervals.append(Interval(int(m["iteration"]), float(m["loss"])))
         elif m := _FEATURE.match(line):

@@ -162,6 +162,15 @@ def test_parse_of_what_two_ranks_wrote_into_one_line(demo):
     assert demo.measure.parse(joined.splitlines()).peak_bytes == {0: 2 << 20, 1: 3 << 19}
 
 
+def test_parse_counts_the_parameters_of_each_rank_once(demo):
+    old = " > number of parameters on (tensor, pipeline) model parallel rank (1, 0): 7\n"
+    new = (
+        " > number of parameters on (tensor, gtp_remat, pipeline) model parallel rank (0, 0, 1): 5"
+    )
+    run = demo.measure.parse([old, new + old.rstrip("\n"), new])
+    assert run.num_parameters == {"(1, 0)": 7, "(0, 0, 1)": 5}
+
+
 def test_parse_reads_the_table_that_accel_prints(demo):
     from accel.start_up import table
 

@@ -103,6 +103,32 @@ def test_target_is_the_strictest_wish(reused_pages, capsys):
     assert bench.verdict(time | {"ours": time["target"] * 1.1}).endswith("FALLS SHORT")
 
 
+@pytest.mark.parametrize(
+    ("ours", "peer", "limit", "target", "expected"),
+    [
+        (2.0, 5.0, 1.5, 2.0, "met"),
+        (3.0, 5.0, 1.5, 2.0, "falls short"),
+        (3.0, 5.0, None, 2.0, "falls short"),
+        (3.0, 5.0, 2.5, 2.0, "beyond the limit"),
+        (3.0, 2.4, 2.5, 2.0, "falls short"),  # a peer is better than that limit
+    ],
+)
+@pytest.mark.parametrize("better", ["lower", "higher"])
+def test_a_target_beyond_what_is_possible_is_told_from_one_that_is_missed(
+    ours: float, peer: float, limit: float | None, target: float, expected: str, better: str
+) -> None:
+    turn = (lambda x: x) if better == "lower" else (lambda x: x and 1 / x)
+    row = bench.row(
+        *("case", "metric", "unit"),
+        {bench.OURS: turn(ours), "peer": turn(peer)},
+        "method",
+        better=better,
+        limit=turn(limit),
+        target=turn(target),
+    )
+    assert bench.outcome(row) == expected
+
+
 @needs_native
 def test_flops_are_held_against_a_matrix_product_and_memory_against_its_bound(reused_pages, capsys):
     case = make_case(
