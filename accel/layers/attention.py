@@ -24,7 +24,7 @@ from accel.ops import attention_ref
 from accel.ops._dispatch import log_fallback
 from accel.parallel.context import Attention, ContextGroups, context_attention, ring_settings
 
-__all__ = ["DotProductAttention", "draw_seed", "mask_kind", "packed_starts"]
+__all__ = ["DotProductAttention", "draw_seed", "mask_kind", "packed_starts", "values_apart"]
 
 attention: Callable[..., tuple[Tensor, Tensor]] | None = None
 """`accel.ops.attention`, where a feature puts it; without it the plain path below computes."""
@@ -100,6 +100,31 @@ def draw_seed(device: torch.device) -> Tensor:
     """One int64 from the current random stream: what decides which keys are dropped. Recomputation,
     which restores that stream, drops the same again."""
     return torch.empty((), dtype=torch.int64, device=device).random_()
+
+
+def values_apart(query: Tensor, key: Tensor, value: Tensor, config: Any) -> Tensor:
+    """The values in memory of their own, where the backward would keep more than them otherwise.
+
+    Megatron cuts queries, keys and values out of one product. Rotated, the first two are tensors of their
+    own, and only the values are still a view of it. What norms queries or keys keeps the product anyway.
+
+    Args:
+        config: Megatron's `TransformerConfig`; None outside of Megatron.
+    """
+    normed = getattr(config, "qk_layernorm", False) or getattr(config, "qk_l2_norm", False)
+    if normed and not getattr(
+        config, "multi_latent_attention", False
+    ):  # which norms what comes before
+        return value
+    if not (torch.is_grad_enabled() and value.requires_grad) or torch.compiler.is_compiling():
+        return value
+    product = value.untyped_storage()
+    for other in (query, key):
+        if other.untyped_storage()._cdata == product._cdata:
+            return value
+    if product.nbytes() < 2 * value.nbytes:
+        return value
+    return value.clone(memory_format=torch.contiguous_format)
 
 
 class DotProductAttention(ExtraState):
@@ -324,6 +349,7 @@ class DotProductAttention(ExtraState):
             self.softmax_scale, kernel=attention is not None, **self._dropout(q.device)
         )
         ring = ring_settings().of_layer(self.layer_number)
+        v = self._values(q, k, v)
         out = context_attention(
             whole, q, k, v, self.context_groups, starts=cu_seqlens_q, ring=ring, **how
         )
@@ -331,10 +357,18 @@ class DotProductAttention(ExtraState):
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
         compute = attention_ref if attention is None else attention
+        v = self._values(q, k, v)
         out, _ = compute(
             q, k, v, softmax_scale=self.softmax_scale, **how, **self._dropout(q.device)
         )
         return out.flatten(-2)
+
+    def _values(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if attention is None:
+            return v
+        return values_apart(
+            q, k, v, getattr(self, "config", None)
+        )  # Megatron's class above has one
 
     def _dropout(self, device: torch.device) -> dict[str, Any]:
         if not self.training or self.attention_dropout == 0:

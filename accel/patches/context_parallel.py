@@ -41,7 +41,7 @@ from torch import Tensor
 
 from accel.feature import Context, Feature, Setting
 from accel.layers import attention as layer
-from accel.layers.attention import packed_starts
+from accel.layers.attention import packed_starts, values_apart
 from accel.parallel.context import (
     Attention,
     ContextGroups,
@@ -146,6 +146,8 @@ def attend_over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             scale_of(self), kernel=layer.attention is not None, **dropout_of(self, query.device)
         )
         ring = ring_settings().of_layer(self.layer_number)
+        if layer.attention is not None:
+            value = values_apart(query, key, value, self.config)
         return context_attention(whole, query, key, value, groups, ring=ring, **how).flatten(-2)
 
     return forward

@@ -12,6 +12,10 @@ from Megatron's RNG tracker where upstream draws S x S, so other elements are dr
 ``local`` as well, which upstream accepts only with ``--spec local``. ``unfused`` is upstream's own
 attention. The kernel is deterministic, so ``--deterministic-mode`` takes it too.
 
+What it keeps for the backward is what it reads: the values are copied out of the product of queries, keys and
+values, of which a view would keep all (5/6 of it for nothing with 4 queries to a key), unless queries or keys
+are normed, which keeps it anyway.
+
 On CUDA the fastest kernel that is installed and takes the call runs: FlashAttention 4 or 3, cuDNN's,
 accel's own in Triton, FlashAttention-2, in an order for each generation of GPUs. The start-up table says
 which, and why not those before it; ``ACCEL_ATTENTION_BACKEND`` puts one first. Dropout is Triton's alone.
@@ -33,7 +37,7 @@ import torch
 from torch import Tensor
 
 from accel.feature import Context, Feature
-from accel.layers.attention import mask_kind, packed_starts
+from accel.layers.attention import mask_kind, packed_starts, values_apart
 from accel.ops import attention
 from accel.ops._attention_backends import describe
 from accel.ops._dispatch import log_fallback
@@ -84,6 +88,7 @@ def forward_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 attention_bias,
                 packed_seq_params,
             )
+        value = values_apart(query, key, value, self.config)
         out, _ = attention(
             query, key, value, softmax_scale=scale, **options, **dropout_of(self, query.device)
         )
