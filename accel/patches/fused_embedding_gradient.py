@@ -1,0 +1,125 @@
+"""The gradient of the word embeddings, added to the rows of ``main_grad`` that a batch has read.
+
+Upstream's backward fills a gradient of the whole vocabulary, nearly all of it zeros, and adds that to
+``main_grad``: three passes over vocabulary x hidden size for a few thousand rows. Here these rows alone are
+added, in fp32, in the tokens' order on a CPU and sorted on a GPU: no atomics, the same bits each time. Rows
+that several tokens read are summed in fp32, where upstream's sums are in bf16 on a CPU; all others have
+upstream's bits.
+
+Under ``--gradient-accumulation-fusion`` (Megatron's default), whose promise it is that a weight's gradient
+lies in ``main_grad`` and nowhere else. Upstream's own code runs, call by call, for weights that the output
+layer shares, for those that FSDP or GTP shards, for gradients that are summed in bf16
+(``--grad-reduce-in-bf16``), and under ``--deterministic-mode``. Run on CPUs so far, on no GPU yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.feature import Context, Feature
+from accel.parallel.linear import main_grad_of, weight_gradient_added
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE
+
+
+class _Rows(torch.autograd.Function):
+    """``weight[ids]``, whose gradient goes to ``weight.main_grad``."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.weight = weight
+        return torch.nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
+        (ids,) = ctx.saved_tensors
+        main_grad = main_grad_of(ctx.weight)
+        rows = dy.reshape(-1, dy.shape[-1]).to(main_grad.dtype)
+        main_grad.index_put_((ids.reshape(-1),), rows, accumulate=True)
+        return weight_gradient_added(ctx.weight), None
+
+
+class _Lookup:
+    """Stands for the module while its forward runs, which looks up by ``self.weight[ids]`` when it is
+    deterministic."""
+
+    deterministic_mode = True
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.weight = self
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        return _Rows.apply(self._module.weight, ids)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def into_main_grad(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    @functools.wraps(forward)
+    def forward_(self: Any, input_: Tensor) -> Tensor:
+        return forward(_Lookup(self) if _is_served(self) else self, input_)
+
+    return forward_
+
+
+def _is_served(module: Any) -> bool:
+    weight = module.weight
+    main_grad = getattr(weight, "main_grad", None)
+    return (
+        torch.is_grad_enabled()
+        and weight.requires_grad
+        and main_grad is not None
+        and main_grad.dtype == torch.float32
+        and hasattr(weight, "grad_added_to_main_grad")
+        and not getattr(weight, "zero_out_wgrad", False)
+        and not hasattr(weight, "__fsdp_param__")
+        and getattr(module, "gtp_remat_size", 1) == 1
+        and not module.deterministic_mode
+        and module.config.gradient_accumulation_fusion
+    )
+
+
+def _idle(context: Context) -> str | None:
+    args = context.args
+    if args is None:
+        return None
+    if not getattr(args, "gradient_accumulation_fusion", True):
+        return "--no-gradient-accumulation-fusion"
+    tied = not getattr(args, "untie_embeddings_and_output_weights", True)
+    if tied and getattr(args, "pipeline_model_parallel_size", 1) == 1:
+        return "the output layer shares the word embeddings"
+    return None
+
+
+def _untried(context: Context) -> str | None:
+    return None if context.device in ("cpu", "cuda") else f"not tried on device {context.device}"
+
+
+FEATURE = Feature(
+    name="fused_embedding_gradient",
+    summary="add the word embeddings' gradient to the rows of main_grad that a batch has read",
+    preset="fast",
+    numerics="tolerance",
+    megatron=SUPPORTED_RANGE,
+    requires=("gradient_accumulation_fusion",),
+    unavailable=_untried,
+    idle=_idle,
+    patches=(
+        Patch(
+            target="megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
+            replacement="accel.patches.fused_embedding_gradient:into_main_grad",
+            how="wrap",
+            expects=("self", "input_"),
+            sources={"0.17.1": "cb42682f53de", "0.18.2": "e0352a53cd06", "0.19.2": "52b576ab270a"},
+            why="Upstream makes a gradient of the whole vocabulary, and adds that to main_grad.",
+        ),
+    ),
+)

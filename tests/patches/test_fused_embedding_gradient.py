@@ -1,0 +1,167 @@
+"""The word embeddings' gradient goes to the rows of `main_grad` that were read, and nowhere else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accel.feature import Context
+from accel.patches import fused_embedding_gradient
+
+from .test_fused_adamw import one_rank
+
+VOCABULARY, HIDDEN, TOKENS, BATCH = 50, 24, 30, 2
+
+
+def embedding(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
+    from megatron.core import ModelParallelConfig
+    from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+
+    torch.manual_seed(1)
+    config = ModelParallelConfig(
+        params_dtype=dtype,
+        use_cpu_initialization=True,
+        **{"gradient_accumulation_fusion": True} | options,
+    )
+    config.deterministic_mode = options.get("deterministic_mode", False)
+    module = VocabParallelEmbedding(
+        VOCABULARY, HIDDEN, init_method=torch.nn.init.normal_, config=config
+    )
+    weight = module.weight
+    weight.main_grad = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(2))
+    weight.grad_added_to_main_grad = False
+    return module
+
+
+def summed(module: Any, ids: Tensor, batches: int = 1) -> tuple[Tensor, Tensor, bool]:
+    """Outputs, `main_grad` once data parallelism has had the gradient, and whether that was there before."""
+    weight = module.weight
+    for batch in range(batches):
+        out = module(ids)
+        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3 + batch))
+        out.backward(dout.to(out.dtype))
+        assert weight.grad.shape == weight.shape
+        if not weight.grad_added_to_main_grad:
+            weight.main_grad.add_(weight.grad.data)
+        weight.grad = None
+    return out.detach(), weight.main_grad, weight.grad_added_to_main_grad
+
+
+def each_once() -> Tensor:
+    return torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(4))[:40].view(2, 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_that_are_read_once_have_upstreams_bits(dtype: torch.dtype) -> None:
+    with one_rank(fused_embedding_gradient=True):
+        ours = summed(embedding(dtype), each_once(), batches=3)
+    with one_rank():
+        theirs = summed(embedding(dtype), each_once(), batches=3)
+    assert (ours[2], theirs[2]) == (True, False)
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+
+
+def test_rows_that_are_read_more_often_are_nearer_to_the_exact_sum() -> None:
+    ids = torch.randint(0, 7, (BATCH, TOKENS), generator=torch.Generator().manual_seed(5))
+    with one_rank(fused_embedding_gradient=True):
+        module = embedding()
+        before = module.weight.main_grad.double()
+        _, ours, _ = summed(module, ids)
+        again = summed(embedding(), ids)[1]
+    with one_rank():
+        _, theirs, _ = summed(embedding(), ids)
+    dout = torch.randn(BATCH, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(3))
+    rows = dout.bfloat16().double().view(-1, HIDDEN)
+    exact = before.index_add(0, ids.view(-1), rows)
+    assert torch.equal(ours, again)
+    assert (ours - exact).abs().max() < 1e-5 < (theirs - exact).abs().max()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"zero_out_wgrad": True},
+        {"main_grad": torch.zeros(VOCABULARY, HIDDEN, dtype=torch.bfloat16)},
+        {"__fsdp_param__": True},
+        {"gradient_accumulation_fusion": False},
+        {"deterministic_mode": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_stays_upstreams(change: dict[str, Any]) -> None:
+    options = {k: v for k, v in change.items() if k.endswith(("fusion", "mode"))}
+    with one_rank(fused_embedding_gradient=True):
+        module = embedding(**options)
+        for name, value in change.items():
+            setattr(module.weight, name, value)
+        assert summed(module, each_once())[2] is False
+
+
+def test_a_weight_without_data_parallelism_or_gradient_is_looked_up_as_ever() -> None:
+    with one_rank(fused_embedding_gradient=True):
+        module = embedding()
+        with torch.no_grad():
+            assert module(each_once()).grad_fn is None
+        module.weight.requires_grad_(False)
+        assert not module(each_once()).requires_grad
+        bare = embedding()
+        del bare.weight.main_grad
+        bare(each_once()).sum().backward()
+        assert bare.weight.grad.abs().sum() > 0
+
+
+def test_the_sums_of_data_parallelism_that_reduces_while_it_computes() -> None:
+    """Its hooks run: every bucket is reduced, and the norm of all gradients is upstream's."""
+    norms = []
+    for on in (True, False):
+        with one_rank(fused_embedding_gradient=on, gradient_accumulation_fusion=on):
+            from megatron.core.distributed import (
+                DistributedDataParallel,
+                DistributedDataParallelConfig,
+            )
+            from megatron.core.transformer import TransformerConfig
+
+            config = TransformerConfig(num_layers=1, hidden_size=HIDDEN, num_attention_heads=1)
+            module = embedding()
+            del module.weight.main_grad, module.weight.grad_added_to_main_grad
+            options = DistributedDataParallelConfig(
+                overlap_grad_reduce=True, grad_reduce_in_fp32=True
+            )
+            parallel = DistributedDataParallel(config, options, module)
+            parallel.zero_grad_buffer()
+            parallel(each_once()).float().sin().sum().backward()
+            parallel.finish_grad_sync()
+            assert module.weight.grad_added_to_main_grad is on
+            assert module.weight.grad is None
+            norms.append(module.weight.main_grad.norm())
+    assert norms[0] == norms[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (None, None),
+        ({"untie_embeddings_and_output_weights": True}, None),
+        ({"untie_embeddings_and_output_weights": False}, "shares the word embeddings"),
+        (
+            {
+                "untie_embeddings_and_output_weights": False,
+                "pipeline_model_parallel_size": 2,
+            },
+            None,
+        ),
+        ({"gradient_accumulation_fusion": False}, "--no-gradient-accumulation-fusion"),
+    ],
+)
+def test_idle_where_no_call_could_be_served(
+    args: dict[str, Any] | None, reason: str | None
+) -> None:
+    given = None if args is None else SimpleNamespace(**args)
+    found = fused_embedding_gradient.FEATURE.idle(Context("cpu", "0.19.2", given))
+    assert found is None if reason is None else reason in found
+    assert "npu" in fused_embedding_gradient.FEATURE.unavailable(Context("npu", "0.19.2"))
