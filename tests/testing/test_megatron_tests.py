@@ -163,9 +163,11 @@ def test_what_fails_sometimes_may_do_both() -> None:
 
 def test_the_report_counts_what_ran() -> None:
     not_run = [{"reason": "too large", "files": ["x.py"]}]
-    known = {"failure": KNOWN, "beyond": ["needs FP8"], "not_run": not_run}
+    notes = [{"text": "Of a quiet day."}]
+    known = {"failure": KNOWN, "beyond": ["needs FP8"], "not_run": not_run, "note": notes}
     found = [result(a="passed", b="passed", fp8="failed", c="skipped")]
     before = [result(a="passed", b="failed")]
+    before[0].ended, before[0].collected = megatron_tests.TIME_IS_OVER, 4
     rows: dict[str, dict] = {}
     update(rows, found, before)
     text = report(rows, known, 3, "0.18.2")
@@ -179,8 +181,10 @@ def test_the_report_counts_what_ran() -> None:
     assert "| x.py | too large |" in text
     assert (
         "Before, with the CPU redirect alone: 1 passed, 1 failed, 0 skipped in 1 files, which now have "
-        "2 passed, 1 failed, 1 skipped" in text
+        "2 passed, 1 failed, 1 skipped; a file that cannot be collected is one failure, and 2 tests had no "
+        "time then." in text
     )
+    assert "\n\nOf a quiet day.\n\n" in text
     assert f"| {FILE} | 1 | 2 | 1 | 1 | why | c0ffee |" in text
 
 
