@@ -2,14 +2,16 @@
 
 Upstream's backward fills a gradient of the whole vocabulary, nearly all of it zeros, and adds that to
 ``main_grad``: three passes over vocabulary x hidden size for a few thousand rows. Here these rows alone are
-added, in fp32, in the tokens' order on a CPU and sorted on a GPU: no atomics, the same bits each time. Rows
-that several tokens read are summed in fp32, where upstream's sums are in bf16 on a CPU; all others have
-upstream's bits.
+added, in fp32 and in the tokens' order. Rows that several tokens read are summed in fp32, where upstream's
+sums are in bf16; all others have upstream's bits.
 
 Under ``--gradient-accumulation-fusion`` (Megatron's default), whose promise it is that a weight's gradient
 lies in ``main_grad`` and nowhere else. Upstream's own code runs, call by call, for weights that the output
 layer shares, for those that FSDP or GTP shards, for gradients that are summed in bf16
-(``--grad-reduce-in-bf16``), and under ``--deterministic-mode``. Run on CPUs so far, on no GPU yet.
+(``--grad-reduce-in-bf16``), and under ``--deterministic-mode``.
+
+For CPUs. On a GPU the rows of one token are added one after the other, and with tensor parallelism a rank
+gives all the tokens of other ranks to one row: that would want sums in pieces first, and to be measured.
 """
 
 from __future__ import annotations
@@ -99,18 +101,14 @@ def _idle(context: Context) -> str | None:
     return None
 
 
-def _untried(context: Context) -> str | None:
-    return None if context.device in ("cpu", "cuda") else f"not tried on device {context.device}"
-
-
 FEATURE = Feature(
     name="fused_embedding_gradient",
     summary="add the word embeddings' gradient to the rows of main_grad that a batch has read",
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
+    devices=("cpu",),
     requires=("gradient_accumulation_fusion",),
-    unavailable=_untried,
     idle=_idle,
     patches=(
         Patch(
