@@ -111,10 +111,7 @@ def values_apart(query: Tensor, key: Tensor, value: Tensor, config: Any) -> Tens
     Args:
         config: Megatron's `TransformerConfig`; None outside of Megatron.
     """
-    normed = getattr(config, "qk_layernorm", False) or getattr(config, "qk_l2_norm", False)
-    if normed and not getattr(
-        config, "multi_latent_attention", False
-    ):  # which norms what comes before
+    if getattr(config, "qk_layernorm", False) or getattr(config, "qk_l2_norm", False):
         return value
     if not (torch.is_grad_enabled() and value.requires_grad) or torch.compiler.is_compiling():
         return value
@@ -364,11 +361,8 @@ class DotProductAttention(ExtraState):
         return out.flatten(-2)
 
     def _values(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if attention is None:
-            return v
-        return values_apart(
-            q, k, v, getattr(self, "config", None)
-        )  # Megatron's class above has one
+        config = getattr(self, "config", None)  # Megatron's class above this one has it
+        return v if attention is None else values_apart(q, k, v, config)
 
     def _dropout(self, device: torch.device) -> dict[str, Any]:
         if not self.training or self.attention_dropout == 0:

@@ -10,8 +10,8 @@ lies in ``main_grad`` and nowhere else. Upstream's own code runs, call by call, 
 layer shares, for those that FSDP or GTP shards, for gradients that are summed in bf16
 (``--grad-reduce-in-bf16``), and under ``--deterministic-mode``.
 
-For CPUs. On a GPU the rows of one token are added one after the other, and with tensor parallelism a rank
-gives all the tokens of other ranks to one row: that would want sums in pieces first, and to be measured.
+For CPUs. On a GPU the sums would be atomic, or the rows of one token added one after the other; and with
+tensor parallelism a rank gives all the tokens of other ranks to one row.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Rows(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         main_grad = main_grad_of(ctx.weight)
         rows = dy.reshape(-1, dy.shape[-1]).to(main_grad.dtype)
-        main_grad.index_put_((ids.reshape(-1),), rows, accumulate=True)
+        main_grad.index_add_(0, ids.reshape(-1), rows)
         return weight_gradient_added(ctx.weight), None
 
 

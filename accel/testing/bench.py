@@ -452,7 +452,8 @@ def verdict(row: Mapping) -> str:
     """The target of a row, and whether it is met; empty where there is none."""
     if row["target"] is None:
         return ""
-    return f"  target {row['target']:9.4g} {outcome(row).upper() if not is_met(row) else 'met'}"
+    became = outcome(row)
+    return f"  target {row['target']:9.4g} {became if became == 'met' else became.upper()}"
 
 
 def outcome(row: Mapping) -> str:
@@ -460,11 +461,11 @@ def outcome(row: Mapping) -> str:
     the limit, and the limit holds: neither we nor a peer are better than it."""
     if is_met(row):
         return "met"
-    limit, sign = row["limit"], 1 if row["better"] == "lower" else -1
-    reached = [row["ours"], *row["peers"].values()]
-    beyond = limit is not None and sign * row["target"] < sign * limit <= min(
-        sign * x for x in reached
-    )
+    if row["limit"] is None:
+        return "falls short"
+    sign = 1 if row["better"] == "lower" else -1
+    best = min(sign * side for side in (row["ours"], *row["peers"].values()))
+    beyond = sign * row["target"] < sign * row["limit"] <= best
     return "beyond the limit" if beyond else "falls short"
 
 

@@ -82,6 +82,24 @@ def test_rows_that_are_read_more_often_are_nearer_to_the_exact_sum() -> None:
     assert (ours - exact).abs().max() < 1e-5 < (theirs - exact).abs().max()
 
 
+def test_rows_are_added_in_the_tokens_order_whatever_the_threads() -> None:
+    generator = torch.Generator().manual_seed(6)
+    weight = torch.nn.Parameter(torch.zeros(100, 512, dtype=torch.bfloat16))
+    ids = torch.randint(0, 100, (2048,), generator=generator)
+    dout = torch.randn(2048, 512, generator=generator).bfloat16()
+    expected = torch.randn(100, 512, generator=generator)
+    weight.main_grad, weight.grad_added_to_main_grad = expected.clone(), False
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        fused_embedding_gradient._Rows.apply(weight, ids).backward(dout)
+    finally:
+        torch.set_num_threads(threads)
+    for row, of_token in zip(ids.tolist(), dout.float(), strict=True):
+        expected[row] += of_token
+    assert torch.equal(weight.main_grad, expected)
+
+
 @pytest.mark.parametrize(
     "change",
     [
