@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from accel.feature import Context, Feature
 from accel.parallel.linear import main_grad_of, weight_gradient_added
@@ -39,6 +40,7 @@ class _Rows(torch.autograd.Function):
         return torch.nn.functional.embedding(ids, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
         (ids,) = ctx.saved_tensors
         main_grad = main_grad_of(ctx.weight)
