@@ -88,8 +88,8 @@ def benchmarks_page() -> str:
         "interleaved in one process on one allocator, with random data; figures are medians. In "
         "brackets: how many times faster we are than that peer, and which share of the limit we "
         "reach. The limit is the fastest copy, from memory where inputs are larger than a cache, or torch's "
-        "own matrix product for work that is bound by arithmetic. A target may ask for more than that: it is "
-        "beyond the limit.",
+        "own matrix product for work that is bound by arithmetic; of a step's memory, what its states take. "
+        "A target may ask for more than that: it is beyond the limit.",
     ]
     for report in reports():
         parts += [f"## {report['name']}", about(report), measurements(report)]

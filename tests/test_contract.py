@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import subprocess
-import sys
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +14,8 @@ from packaging.specifiers import SpecifierSet
 from accel.patches import FEATURES, command_line
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON
+from tests.versions import output_with
 
-ROOT = Path(__file__).parents[1]
 PATCHES = [p for f in FEATURES for p in f.patches] + list(command_line.HOOKS)
 
 _PROBE = """
@@ -39,13 +35,13 @@ for patch in everything:
         if not patch.optional:
             raise
 for patch in everything:
-    row = rows["patches"][patch.target + " " + patch.replacement] = {"problem": None}
+    row = rows["patches"][patch.target + " " + patch.replacement] = {"problem": None, "missing": False}
     try:
         row["missing"] = patch.optional and not patching.plan([patch])
         if row["missing"]:
             continue
-        unbound = None, None, None
-        owner, name, before = unbound if patch.how == "provide" else patching.resolve(patch.target)
+        provided = patch.how == "provide"
+        owner, name, before = (None,) * 3 if provided else patching.resolve(patch.target)
         row["place"] = f"{id(owner)}.{name}" if owner else patch.target
         row["others"] = patching.replaced_by(patch.target) if patch.takes_over else None
         with patching.apply([patch], scope=("megatron",)) as applied:
@@ -54,7 +50,7 @@ for patch in everything:
                 f"{n}.{k}" for n, m in list(sys.modules.items())
                 if isinstance(m, types.ModuleType) and n.split(".")[0] == "megatron"
                 for k, v in list(vars(m).items()) if v is before]
-        after = patching.resolve(patch.target)[2] if patch.how != "provide" else None
+        after = None if provided else patching.resolve(patch.target)[2]
         row["restored"] = after is before
         if patch.sources:
             row["hash"] = patching.source_hash(before)
@@ -73,19 +69,7 @@ def key(patch: Any) -> str:
 @lru_cache
 def probe(version: str) -> dict[str, Any]:
     """Apply and undo every patch in a process of its own, on one Megatron version."""
-    import megatron.core
-
-    path = [str(ROOT)]
-    if megatron.core.__version__.partition("+")[0] != version:
-        beside = Path(sys.prefix) / "megatron" / version
-        assert beside.is_dir(), f"megatron-core {version} is missing: make setup installs it"
-        path.insert(0, str(beside))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    done = subprocess.run(
-        [sys.executable, "-c", _PROBE], env=env, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(output_with(version, _PROBE).splitlines()[-1])
     assert result["version"] == version
     return result
 

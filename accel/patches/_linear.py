@@ -25,7 +25,7 @@ from accel.parallel.linear import Layout, parallel_linear
 from accel.patches.cpu_offloading import OffloadedLayers
 from accel.patching import Patch
 
-__all__ = ["LINEAR", "OVERLAP", "switch_on"]
+__all__ = ["LINEAR", "OVERLAP", "switch_on", "upstream_needed"]
 
 _HERE = "accel.patches._linear"
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -69,16 +69,15 @@ def _wrapped(
             return upstream(*args, **kwargs)
         call = signature.bind(*args, **kwargs).arguments
         weight = call["weight"]
-        if weight.requires_grad is frozen or _upstream_needed(
-            weight, call.get("gtp_remat_size", 1)
-        ):
+        if weight.requires_grad is frozen or upstream_needed(weight, call.get("gtp_remat_size", 1)):
             return upstream(*args, **kwargs)
         return parallel_linear(call["input"], call["weight"], call["bias"], _layout(call))
 
     return linear
 
 
-def _upstream_needed(weight: Tensor, gtp_remat_size: int) -> bool:
+def upstream_needed(weight: Tensor, gtp_remat_size: int) -> bool:
+    """Whether upstream's own code must run: the weight is sharded, or autocast is on."""
     return (
         gtp_remat_size > 1
         or hasattr(weight, "__fsdp_param__")
@@ -136,7 +135,7 @@ def _row_stays(layer: Any) -> bool:
         or layer.explicit_expert_comm
         or not layer.input_is_parallel
         or not isinstance(layer.config._cpu_offloading_context, OffloadedLayers | None)
-        or _upstream_needed(layer.weight, getattr(layer, "gtp_remat_size", 1))
+        or upstream_needed(layer.weight, getattr(layer, "gtp_remat_size", 1))
     )
 
 

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from accel.feature import Context, Feature
 from accel.parallel.linear import main_grad_of, weight_gradient_added
+from accel.patches._linear import upstream_needed
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -57,7 +58,10 @@ class _Lookup:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self.weight = self
+
+    @property
+    def weight(self) -> _Lookup:
+        return self
 
     def __getitem__(self, ids: Tensor) -> Tensor:
         return _Rows.apply(self._module.weight, ids)
@@ -84,8 +88,7 @@ def _is_served(module: Any) -> bool:
         and main_grad.dtype == torch.float32
         and hasattr(weight, "grad_added_to_main_grad")
         and not getattr(weight, "zero_out_wgrad", False)
-        and not hasattr(weight, "__fsdp_param__")
-        and getattr(module, "gtp_remat_size", 1) == 1
+        and not upstream_needed(weight, getattr(module, "gtp_remat_size", 1))
         and not module.deterministic_mode
         and module.config.gradient_accumulation_fusion
     )

@@ -121,7 +121,7 @@ FEATURE = Feature(
             target=f"{module}:{name}",
             replacement=f"accel.patches.gated_delta_net:{name}",
             why="Without flash-linear-attention upstream's name is False, None or, in 0.17, not there.",
-            how="provide" if name == "l2norm" else "replace",
+            how="provide" if name == "l2norm" else "replace",  # which 0.17 leaves unbound
             optional=True,
         )
         for module, names in _NAMES.items()

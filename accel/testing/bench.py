@@ -43,7 +43,6 @@ __all__ = [
     "Case",
     "commit",
     "input_sets",
-    "is_met",
     "machine_name",
     "main",
     "outcome",
@@ -459,20 +458,13 @@ def verdict(row: Mapping) -> str:
 def outcome(row: Mapping) -> str:
     """What became of a row's target: "met", "falls short", or "beyond the limit", where it asks for more than
     the limit, and the limit holds: neither we nor a peer are better than it."""
-    if is_met(row):
-        return "met"
-    if row["limit"] is None:
-        return "falls short"
     sign = 1 if row["better"] == "lower" else -1
-    best = min(sign * side for side in (row["ours"], *row["peers"].values()))
-    beyond = sign * row["target"] < sign * row["limit"] <= best
+    ours, target = sign * row["ours"], sign * row["target"]
+    if ours <= target:
+        return "met"
+    best = min([ours, *(sign * peer for peer in row["peers"].values())])
+    beyond = row["limit"] is not None and target < sign * row["limit"] <= best
     return "beyond the limit" if beyond else "falls short"
-
-
-def is_met(row: Mapping) -> bool:
-    """Whether a row that has a target reaches it."""
-    ours, target = row["ours"], row["target"]
-    return ours <= target if row["better"] == "lower" else ours >= target
 
 
 def show_results(folder: Path) -> None:

@@ -503,9 +503,8 @@ def report(rows: dict[str, dict], known: dict[str, Any], num_files: int, version
     if both:
         counts = ", ".join(f"{sum(row['before'][o] for row in both)} {o}" for o in OUTCOMES)
         now = ", ".join(f"{sum(row[o] for row in both)} {o}" for o in OUTCOMES)
-        left = [
-            row["before"]["left"] for row in both if "left" in row["before"]
-        ]  # old rows do not say
+        # old rows do not say
+        left = [row["before"]["left"] for row in both if "left" in row["before"]]
         cut = f", and {sum(left)} tests had no time then" if left else ""
         compared = (
             f"Before, with the CPU redirect alone: {counts} in {len(both)} files, which now have {now}; a "

@@ -13,9 +13,9 @@ from torch import Tensor
 from accel.feature import Context
 from accel.patches import gated_delta_net
 from accel.upstream import SUPPORTED_MEGATRON
+from tests.versions import run_on
 
 from .test_fused_adamw import one_rank
-from .versions import run_on
 
 TOKENS, BATCH, HIDDEN = 70, 2, 32
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from accel.feature import Context
 from accel.patches import mtp_recompute
 from accel.upstream import SUPPORTED_MEGATRON
+from tests.versions import run_on
 
 from .test_fused_adamw import one_rank
-from .versions import run_on
 
 FULL = {
     "recompute_granularity": "full",
