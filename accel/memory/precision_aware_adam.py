@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.memory.clip_in_step import ClipsInStep
 from accel.memory.pinned import not_on_device
 from accel.ops import adamw, join_remainder, split_remainder
 
@@ -54,7 +55,7 @@ def step_at_once(rows: Sequence[tuple[Tensor, ...]], options: dict[str, Any]) ->
     adamw(masters, grads, exp_avgs, exp_avg_sqs, steps, **beside, **options)
 
 
-class PrecisionAwareAdam(torch.optim.Adam):
+class PrecisionAwareAdam(ClipsInStep, torch.optim.Adam):
     """AdamW, or Adam, on parameters in fp32, bf16 or fp16.
 
     State of each parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` as in ``torch.optim.Adam``,
@@ -116,6 +117,7 @@ class PrecisionAwareAdam(torch.optim.Adam):
         self.store_param_remainders = (
             store_param_remainders and master_weight_dtype == torch.float32
         )
+        self.can_clip_in_step()
 
     @staticmethod
     def _check_dtype(name: str, dtype: torch.dtype, allowed: set[torch.dtype]) -> None:
@@ -228,6 +230,7 @@ class PrecisionAwareAdam(torch.optim.Adam):
             with torch.enable_grad():
                 loss = closure()
         self._take_step()
+        self.has_clipped()
         return loss
 
     def _take_step(self) -> None:
@@ -237,8 +240,10 @@ class PrecisionAwareAdam(torch.optim.Adam):
     def _rows_of_groups(self) -> Iterator[tuple[list[tuple[Tensor, Tensor]], dict[str, Any]]]:
         """Parameters with their gradients, and the options of their group."""
         attribute = "decoupled_grad" if self.use_decoupled_grad else "grad"
+        grad_scale = self.grad_scale()
         for group in self.param_groups:
             options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            options["grad_scale"] = grad_scale
             options["decoupled"] = group["decoupled_weight_decay"]
             rows = [(p, getattr(p, attribute, None)) for p in group["params"]]
             started = [(p, grad) for p, grad in rows if grad is not None]

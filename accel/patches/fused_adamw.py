@@ -1,12 +1,13 @@
-"""``--optimizer adam`` in one pass over memory, and gradient clipping in two.
+"""``--optimizer adam`` in one pass over memory, which clips its gradients too.
 
 Without Apex and Transformer Engine, Megatron steps with torch's ``AdamW`` (``Adam`` where
 ``OptimizerConfig.decoupled_weight_decay`` is off), a loop of some ten passes over each parameter, and
 clips with three more. Here a step is ``accel.ops.adamw``: gradient, both moments and the master weight
 are read once and written once, all parameters of a group in one call. Where the model is in bf16 or
 fp16 the same pass writes its weights, so Megatron's copy of main to model parameters falls away;
-likewise for the distributed optimizer's shards. The gradient norm and the clipping are one pass each
-(``accel.ops.l2_norm`` and ``scale``).
+likewise for the distributed optimizer's shards. The gradient norm is one pass (``accel.ops.l2_norm``), and
+clipping none: the step multiplies by the coefficient as it reads (``accel.memory.clip_in_step``), and leaves
+``main_grad`` as it was.
 
 The optimizer remains torch's in everything but ``step``: same class hierarchy, same ``state`` (``step``,
 ``exp_avg``, ``exp_avg_sq``), same ``param_groups``. Checkpoints of every format move both ways. The order
@@ -15,8 +16,8 @@ which the squares of the norm are summed.
 
 Left to torch, with a line in the log: ``amsgrad``, ``maximize``, ``capturable``
 (``--optimizer-cuda-graph``), and learning rates that are tensors. ``--optimizer-cpu-offload`` builds
-optimizers of its own, which are not touched. Clipping stays a pass of its own: a step may be skipped
-after it, and an optimizer of another kind in the same model must find clipped gradients.
+optimizers of its own, which are not touched. Clipping is a pass of its own (``accel.ops.scale``) for these,
+and where parameters of one optimizer are clipped by different norms.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from accel.feature import Feature
+from accel.memory.clip_in_step import ClipsInStep, clip_in_step
 from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from accel.ops import adamw, l2_norm
 from accel.ops import scale as scale_all
@@ -44,7 +46,7 @@ _HERE = "accel.patches.fused_adamw"
 
 FEATURE = Feature(
     name="fused_adamw",
-    summary="step Adam and AdamW in one pass over memory, clip gradients in two",
+    summary="step Adam and AdamW, clip and cast in one pass over memory",
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
@@ -82,6 +84,14 @@ FEATURE = Feature(
             why="The step has written this rank's shards of the model's weights already.",
         ),
         Patch(
+            target="megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
+            replacement=f"{_HERE}:clipping_in_the_step",
+            how="wrap",
+            expects=("parameters", "max_norm", "total_norm", "use_decoupled_grad"),
+            sources={"0.17.1": "90a7d6c8eb50", "0.18.2": "cf07b488fb76", "0.19.2": "cf07b488fb76"},
+            why="A step that scales what it reads needs no pass of its own for that.",
+        ),
+        Patch(
             target="megatron.core.utils:local_multi_tensor_l2_norm",
             replacement=f"{_HERE}:multi_tensor_l2_norm",
             expects=("chunk_size", "noop_flag", "tensor_lists", "per_tensor", "args"),
@@ -99,7 +109,7 @@ FEATURE = Feature(
 )
 
 
-class _OnePassStep(torch.optim.Adam):
+class _OnePassStep(ClipsInStep, torch.optim.Adam):
     """What ``FusedAdam`` and ``FusedAdamW`` share: ``step`` as one call for each parameter group."""
 
     model_copies: dict[int, Tensor]
@@ -111,12 +121,14 @@ class _OnePassStep(torch.optim.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        grad_scale = self.grad_scale()
         with torch.no_grad():
             for group in self.param_groups:
-                self._step_group(group)
+                self._step_group(group, grad_scale)
+        self.has_clipped()
         return loss
 
-    def _step_group(self, group: dict[str, Any]) -> None:
+    def _step_group(self, group: dict[str, Any], grad_scale: Tensor | None) -> None:
         params: list[Tensor] = []
         grads: list[Tensor] = []
         exp_avgs: list[Tensor] = []
@@ -130,6 +142,7 @@ class _OnePassStep(torch.optim.Adam):
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             decoupled=group["decoupled_weight_decay"],
+            grad_scale=grad_scale,
         )
         copies = self.model_copies
         rows = list(zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True))
@@ -187,6 +200,7 @@ def _fuse(optimizer: Any) -> None:
     optimizer.__class__ = _FUSED[type(optimizer)]
     optimizer.model_copies = {}
     optimizer._patch_step_function()  # torch's hooks and profiler ranges, as after its __init__
+    optimizer.can_clip_in_step()
 
 
 def writing_model_params(step: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -251,6 +265,20 @@ def _main_and_model_params(self: Any) -> Iterator[tuple[Tensor, Tensor]]:
                 buffer, _, bucket = self.model_param_gbuf_map[model]
                 data = self.buffers[buffer].buckets[bucket].param_data
                 yield main, data.view(-1)[shard.start : shard.end]
+
+
+def clipping_in_the_step(clip: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(clip)
+    def clip_(
+        parameters: Any, max_norm: float, total_norm: Any, use_decoupled_grad: bool = False
+    ) -> None:
+        if isinstance(parameters, list) and not isinstance(total_norm, Tensor):
+            coefficient = max_norm / (total_norm + 1.0e-6)
+            if clip_in_step(parameters, coefficient, use_decoupled_grad):
+                return
+        clip(parameters, max_norm, total_norm, use_decoupled_grad)
+
+    return clip_
 
 
 def multi_tensor_l2_norm(

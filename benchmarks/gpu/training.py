@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.setting import CHECKOUT, PEAKS, Setting, write_json
+from benchmarks.gpu.sides import ScriptError, run_script
 from benchmarks.step import STOCK_FLAGS, Shape
 
 sys.path.insert(0, str(CHECKOUT / "examples" / "demo"))
 from measure import parse
-from training import LaunchError, launch
 
 STEPS, WARM_UP = 14, 4
 BYTES_PER_PARAMETER = 18
@@ -113,8 +113,8 @@ def train(side: str, flags: Sequence[str], shape: Llama, folder: Path) -> dict[s
     log = folder / f"training-{side.replace(' ', '-')}.log"
     script = CHECKOUT / "examples" / "pretrain_gpt.py"
     try:
-        launch(script, [*shape.megatron_flags(), *flags], log, ranks=1, threads=shape.threads)
-    except LaunchError as error:
+        run_script(script, [*shape.megatron_flags(), *flags], log, shape.threads)
+    except ScriptError as error:
         return {"failed": str(error)[-2000:]}
     lines = log.read_text(errors="replace").splitlines()
     run = parse(lines)

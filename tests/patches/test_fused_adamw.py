@@ -367,3 +367,72 @@ def test_shards_of_two_ranks_are_those_of_stock() -> None:
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     accel.disable()
+
+
+def clip(optimizer: Any, total_norm: float, only: slice = slice(None)) -> Any:
+    """Megatron's clipping to a norm of 1; the inner optimizer."""
+    from megatron.core.optimizer.optimizer import clip_grad_by_total_norm_fp32
+
+    (mixed,) = optimizer.chained_optimizers
+    clip_grad_by_total_norm_fp32(mixed.get_parameters()[only], 1.0, total_norm)
+    return mixed.optimizer
+
+
+@pytest.mark.parametrize("case", ["fp32", "bf16", "bf16_distributed"])
+def test_the_step_clips_and_leaves_the_gradients_alone(case: str) -> None:
+    with one_rank(fused_adamw=True):
+        model, optimizer = build(**CASES[case])
+        successful, norm, _ = one_step(model, optimizer, 0)
+        (mixed,) = optimizer.chained_optimizers
+        assert successful
+        assert norm > 1
+        assert mixed.optimizer.grad_scale() is None
+        for p, grad in zip(model.parameters(), gradients(model, 0), strict=True):
+            assert torch.equal(p.main_grad, grad)
+            # what the first step keeps of a gradient: a tenth, of the clipped one
+            (of_main,) = (
+                state["exp_avg"]
+                for main, state in mixed.optimizer.state.items()
+                if main.data_ptr() == getattr(p, "main_param", p).data_ptr()
+            )
+            torch.testing.assert_close(of_main.view(p.shape), 0.1 * grad / norm, rtol=1e-5, atol=0)
+
+
+def test_a_step_that_is_skipped_leaves_nothing_to_the_next() -> None:
+    with one_rank(fused_adamw=True):
+        model, optimizer = build(bf16=True)
+        one_step(model, optimizer, 0)
+        inner = clip(optimizer, total_norm=8.0)
+        assert inner.grad_scale().item() == pytest.approx(1 / (8 + 1e-6), rel=1e-7)
+        clip(optimizer, total_norm=0.5)
+        assert inner.grad_scale() is None
+
+
+def test_gradients_that_change_between_clipping_and_step_are_refused() -> None:
+    with one_rank(fused_adamw=True):
+        model, optimizer = build(bf16=True)
+        one_step(model, optimizer, 0)
+        inner = clip(optimizer, total_norm=8.0)
+        before = [p.detach().clone() for p in model.parameters()]
+        next(model.parameters()).main_grad.add_(1)
+        for main in (p for group in inner.param_groups for p in group["params"]):
+            main.grad = torch.ones_like(main)
+        with pytest.raises(
+            RuntimeError, match="changed between their clipping and the optimizer's step"
+        ):
+            inner.step()
+        assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_some_of_an_optimizers_parameters_are_clipped_at_once() -> None:
+    with one_rank(fused_adamw=True):
+        model, optimizer = build()
+        model.zero_grad_buffer()
+        (mixed,) = optimizer.chained_optimizers
+        for p in mixed.get_parameters():
+            p.grad = torch.ones_like(p)
+        inner = clip(optimizer, total_norm=8.0, only=slice(2))
+        means = [p.grad.mean().item() for p in mixed.get_parameters()]
+        assert means[:2] == pytest.approx([1 / 8] * 2)
+        assert set(means[2:]) == {1.0}
+        assert inner.grad_scale() is None
