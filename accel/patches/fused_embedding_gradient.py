@@ -2,16 +2,17 @@
 
 Upstream's backward fills a gradient of the whole vocabulary, nearly all of it zeros, and adds that to
 ``main_grad``: three passes over vocabulary x hidden size for a few thousand rows. Here these rows alone are
-added, in fp32 and in the tokens' order. Rows that several tokens read are summed in fp32, where upstream's
-sums are in bf16; all others have upstream's bits.
+added.
+
+On a CPU they are added one by one, in fp32 and in the tokens' order: rows that several tokens read are summed
+in fp32, where upstream's sums are in bf16, and all others have upstream's bits. On a GPU such sums would be
+atomic; there PyTorch's own kernel sums what belongs to one token, as it does for upstream, into as many rows
+as there are tokens, and these are added: upstream's bits throughout.
 
 Under ``--gradient-accumulation-fusion`` (Megatron's default), whose promise it is that a weight's gradient
 lies in ``main_grad`` and nowhere else. Upstream's own code runs, call by call, for weights that the output
 layer shares, for those that FSDP or GTP shards, for gradients that are summed in bf16
 (``--grad-reduce-in-bf16``), and under ``--deterministic-mode``.
-
-For CPUs. On a GPU the sums would be atomic, or the rows of one token added one after the other; and with
-tensor parallelism a rank gives all the tokens of other ranks to one row.
 """
 
 from __future__ import annotations
@@ -45,9 +46,31 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None]:
         (ids,) = ctx.saved_tensors
         main_grad = main_grad_of(ctx.weight)
-        rows = dy.reshape(-1, dy.shape[-1]).to(main_grad.dtype)
-        main_grad.index_add_(0, ids.reshape(-1), rows)
+        rows, ids = dy.reshape(-1, dy.shape[-1]), ids.reshape(-1)
+        if rows.device.type != "cpu":
+            rows, ids = summed_by_id(rows, ids)
+        main_grad.index_add_(0, ids, rows.to(main_grad.dtype))
         return weight_gradient_added(ctx.weight), None
+
+
+def summed_by_id(rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the rows of each id, as the gradient of `embedding` has it, and its id; then zeros for id 0.
+
+    Args:
+        rows: `[T, H]`.
+        ids: `[T]`, int32 or int64.
+
+    Returns:
+        `[T, H]` and `[T]`. The host waits for nothing.
+    """
+    ordered, order = ids.sort(stable=True)
+    begins = torch.ones_like(ordered)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    number = begins.cumsum(0) - 1  # of an id among those that are there: in their order
+    number_of_row = torch.empty_like(number).scatter_(0, order, number)
+    id_of_number = torch.zeros_like(ids).scatter_(0, number, ordered)
+    sums = torch.ops.aten.embedding_dense_backward(rows, number_of_row, len(ids), -1, False)
+    return sums, id_of_number
 
 
 class _Lookup:
@@ -112,7 +135,7 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
-    devices=("cpu",),
+    devices=("cpu", "cuda"),
     requires=("gradient_accumulation_fusion",),
     idle=_idle,
     patches=(

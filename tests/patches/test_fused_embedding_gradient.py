@@ -182,3 +182,18 @@ def test_idle_where_no_call_could_be_served(
     given = None if args is None else SimpleNamespace(**args)
     found = fused_embedding_gradient.FEATURE.idle(Context("cpu", "0.19.2", given))
     assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("num_ids", [1, 7, 500])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_sums_of_ids_are_those_of_the_embeddings_gradient(num_ids: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, num_ids, (300,), generator=generator, dtype=dtype)
+    rows = torch.randn(300, 16, generator=generator).bfloat16()
+    sums, their_ids = fused_embedding_gradient.summed_by_id(rows, ids)
+    expected = torch.ops.aten.embedding_dense_backward(rows, ids.long(), num_ids, -1, False)
+    assert torch.equal(torch.zeros_like(expected).index_add_(0, their_ids, sums), expected)
+    there = len(ids.unique())
+    assert torch.equal(their_ids[:there], ids.unique())
+    assert not sums[there:].any()
+    assert not their_ids[there:].any()

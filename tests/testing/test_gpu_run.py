@@ -1,6 +1,7 @@
 """`make gpu` as far as it goes without one: parts that fail, hang or are done, and what a case reports."""
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from benchmarks.gpu import memory, overlap
 from benchmarks.gpu.ops import optimizers
 from benchmarks.gpu.report import memory_table, overlap_table, training_table, with_triton
 from benchmarks.gpu.setting import PEAKS, Setting, short_name
+from benchmarks.gpu.sides import ScriptError, run_script
 from benchmarks.gpu.tests import OUTCOMES
 from benchmarks.gpu.timing import Times, measure
 from benchmarks.gpu.training import LLAMA, fitting
@@ -151,12 +153,50 @@ def test_what_memory_costs_is_judged_by_time_losses_and_peak():
     }
     table = memory_table({"sides": sides}, rehearsal=False)
     verdicts = {line.split(" | ")[0].strip("| "): line.rstrip("| ") for line in table[2:]}
-    assert verdicts["recompute"].endswith("the same | met")
-    assert verdicts["swap"].endswith("the same | missed")
-    assert verdicts["budget"].endswith("**others** | missed")
+    assert verdicts["recompute"].endswith("the same | 1.04 |  | met")
+    assert verdicts["swap"].endswith("the same | 1.01 |  | missed")
+    assert verdicts["budget"].endswith("**others** | 1.1 |  | missed")
     assert "failed: for it" in verdicts["host optimizer"]
-    assert verdicts["least"].endswith("met")
+    assert verdicts["least"].endswith("| 0.5 |  | met")
     assert not [line for line in memory_table({"sides": sides}, True) if "met" in line]
+
+
+def test_what_no_side_can_reach_is_beyond_the_limit():
+    parameters = 1 << 30
+    sides = {
+        "stock": {"ms": 300, "peak_bytes": 20 << 30, "losses": [1.0]},
+        "accel fast": {"ms": 200, "peak_bytes": 18 << 30, "losses": [1.0]},
+        "host optimizer": {"ms": 500, "peak_bytes": 9 << 30, "losses": [1.0]},
+        "least": {"ms": 210, "peak_bytes": 17 << 30, "losses": [1.0]},
+    }
+    limits = memory.limits(sides, parameters, link=12.0 * parameters / 0.2)
+    assert limits == {"host optimizer": pytest.approx(2.0), "least": pytest.approx(0.8)}
+    rows = {"sides": sides, "limits": limits}
+    *_, on_host, least = memory_table(rows, rehearsal=False)
+    assert on_host.endswith("| the same | 1.01 | 2.00 | beyond the limit |")
+    assert least.endswith("| 85% |  | 0.5 | 0.80 | beyond the limit |")
+    sides["host optimizer"]["ms"] = 390  # no limit, if it can be passed
+    assert memory_table(rows, rehearsal=False)[-2].endswith("| 2.00 | missed |")
+    assert memory.limits({}, parameters, link=1.0) == {}
+
+
+def test_a_script_is_the_only_rank_of_a_process_with_its_own_log(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, os, sys\n"
+        "print(sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'], __name__)\n"
+        "print(multiprocessing.get_start_method(), 'megatron' in sys.modules)\n"
+        "sys.argv[1:] == ['fails'] and sys.exit('no such flag')\n"
+    )
+    log = tmp_path / "logs" / "script.log"
+    run_script(script, ["--a", "1"], log, threads=1)
+    printed = log.read_text().splitlines()
+    assert printed[0] == "['--a', '1'] 0 1 __main__"
+    assert printed[1] == f"{multiprocessing.get_context().get_start_method()} False"
+    with pytest.raises(
+        ScriptError, match=r"script.py ended with exit code 1:\n(.*\n)*no such flag"
+    ):
+        run_script(script, ["fails"], log, threads=1)
 
 
 @pytest.mark.parametrize("case", overlap.TOYS, ids=lambda case: case.name)
