@@ -5,8 +5,8 @@
 
 Dtypes      float32, bfloat16 or float16, one per list; the norm is float32.
 Sums        squares: fp32 over at most 64 (16 with AVX-512, 32 on CUDA), fp64 over those. The order
-            depends on the shapes alone (CUDA: on the number of processors, and on which tensors start at
-            a multiple of 16 bytes): the number of threads changes no bit. Infinity and NaN in any
+            depends on the shapes alone (Triton: on the number of processors, and on which tensors start
+            at a multiple of 16 bytes): the number of threads changes no bit. Infinity and NaN in any
             element show in the norm. The host never waits for it.
 Moved       l2_norm reads every tensor once; scale reads and writes once.
 Autograd    none: `l2_norm` is taken of gradients, `scale` writes in place.

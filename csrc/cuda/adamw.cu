@@ -4,12 +4,8 @@
 #include <cmath>
 #include <type_traits>
 
-#include "accel/cuda/device.h"
+#include "tensor_table.h"
 
-// Where the tensors lie is told by the launch's own arguments, as in torch's multi_tensor_apply: no table has
-// to reach the device, so nothing is cached, no copy is waited for, and a CUDA graph holds it all.
-// What 59 tensors need fills the 4 KB that every driver takes; those of more go out in further launches.
-//
 // A thread has 4 elements at a time: 16 bytes of what is fp32, 8 of what has 16 bits, so that a warp reads
 // whole lines of both. What hides the latency of memory is the number of threads.
 
@@ -21,25 +17,8 @@ constexpr int kBlocksPerProcessor = 4;
 constexpr int kElements = 4;
 constexpr int kTurn = kThreads * kElements;
 constexpr int kChunk = 8 * kTurn;  // elements of a block
-constexpr int kArgumentBytes = 4096;
-constexpr int kTensors = (kArgumentBytes - sizeof(Adamw) - 8) / (sizeof(AdamwTensor) + sizeof(unsigned));
 
-struct AdamwCall {
-  Adamw op;
-  int num_tensors;
-  unsigned first_chunk[kTensors];
-  AdamwTensor tensors[kTensors];
-};
-static_assert(sizeof(AdamwCall) <= kArgumentBytes);
-
-ACCEL_DEVICE int tensor_of_chunk(const AdamwCall& call, unsigned chunk) {
-  int tensor = 0, beyond = call.num_tensors;
-  while (beyond - tensor > 1) {
-    const int middle = (tensor + beyond) / 2;
-    (call.first_chunk[middle] <= chunk ? tensor : beyond) = middle;
-  }
-  return tensor;
-}
+using AdamwTable = TensorTable<AdamwTensor, Adamw>;
 
 template <typename T>
 struct alignas(kElements * sizeof(T)) Four {
@@ -168,18 +147,18 @@ struct Step {
 };
 
 template <typename Grad, typename Copy>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) adamw_kernel(const AdamwCall call) {
-  const int i = tensor_of_chunk(call, blockIdx.x);
-  const Step<Grad, Copy> step(call.op, call.tensors[i]);
-  const int64_t start = static_cast<int64_t>(blockIdx.x - call.first_chunk[i]) * kChunk;
-  const int64_t left = call.tensors[i].num_elements - start;
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) adamw_kernel(const AdamwTable table) {
+  const int i = table.tensor_of(blockIdx.x);
+  const Step<Grad, Copy> step(table.call, table.tensors[i]);
+  const int64_t start = static_cast<int64_t>(blockIdx.x - table.first_chunk[i]) * kChunk;
+  const int64_t left = table.tensors[i].num_elements - start;
   const int count = left < kChunk ? static_cast<int>(left) : kChunk;
   const bool is_aligned = step.is_aligned();
   for (int first = 0; first < count; first += kTurn) {
     if (is_aligned && count - first >= kTurn) {
-      step.template turn<true>(call.op, start + first, kTurn);
+      step.template turn<true>(table.call, start + first, kTurn);
     } else {
-      step.template turn<false>(call.op, start + first, count - first);
+      step.template turn<false>(table.call, start + first, count - first);
     }
   }
 }
@@ -251,19 +230,9 @@ void adamw_advance(
 
 void adamw(const AdamwTensor* tensors, int64_t count, const Adamw& op, Queue queue) {
   auto* kernel = for_dtype(op.grad_dtype, [&]<typename Grad> { return kernel_for<Grad>(op.beside); });
-  AdamwCall call{.op = op, .num_tensors = 0, .first_chunk = {}, .tensors = {}};
-  unsigned num_chunks = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    if (tensors[i].num_elements > 0) {
-      call.first_chunk[call.num_tensors] = num_chunks;
-      call.tensors[call.num_tensors++] = tensors[i];
-      num_chunks += static_cast<unsigned>(ceil_div(tensors[i].num_elements, kChunk));
-    }
-    if (call.num_tensors == kTensors || i + 1 == count) {
-      launch(kernel, num_chunks, kThreads, queue, call);
-      call.num_tensors = num_chunks = 0;
-    }
-  }
+  for_tables(tensors, count, op, kChunk, [&](const auto& table, unsigned num_chunks, int64_t) {
+    launch(kernel, num_chunks, kThreads, queue, table);
+  });
 }
 
 }  // namespace accel::cuda
