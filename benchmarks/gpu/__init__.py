@@ -10,7 +10,8 @@ one that fails or hangs hides no other:
     triton_ops Triton's kernels of the ops that have others in CUDA C++
     overlap    transfers of tensor parallelism under the products, the host as the other rank
     training   a Llama-3-8B-shaped GPT: stock Megatron-LM, presets fast and max
-    memory     the same with less memory: recomputation, swaps, a budget, the host's optimizer
+    moe        a DeepSeekMoE-shaped GPT: stock beside preset fast with grouped products
+    memory     Llama with less memory: recomputation, swaps, a budget, the host's optimizer
     report     results.json and results.md
 
 A part that is done for these sources is not done again: the command can be repeated until all are.

@@ -38,6 +38,7 @@ PARTS = (
     Part("triton_ops", 60, ("triton_ops.jsonl",)),
     Part("overlap", 40, ("overlap.json",)),
     Part("training", 200, ("training.json",)),
+    Part("moe", 80, ("moe.json",)),
     Part("memory", 280, ("memory.json",)),
 )
 SOURCES = ("accel", "csrc", "benchmarks", "examples", "tests", "setup.py")

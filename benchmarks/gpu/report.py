@@ -90,7 +90,7 @@ def ops_table(rows: list[dict], rehearsal: bool) -> list[str]:
     return lines
 
 
-def training_table(training: dict, rehearsal: bool) -> list[str]:
+def training_table(training: dict, rehearsal: bool, has_targets: bool = True) -> list[str]:
     sides, stock = training["sides"], training["sides"].get("stock", {})
     lines = [
         "| side | ms a step | tokens/s | MFU | peak, GiB | over stock | losses apart by | target |",
@@ -109,7 +109,7 @@ def training_table(training: dict, rehearsal: bool) -> list[str]:
             pairs = zip(made["losses"], stock["losses"], strict=False)
             apart = f"{max((abs(a - b) for a, b in pairs), default=0):.2e}"
         target = ""
-        if side != "stock" and over and mfu and not rehearsal:
+        if has_targets and side != "stock" and over and mfu and not rehearsal:
             met = stock["ms"] / made["ms"] >= SPEEDUP_TARGET, made["mfu"] >= MFU_TARGET
             marks = ["met" if m else "missed" for m in met]
             target = f"{SPEEDUP_TARGET}x {marks[0]}, {MFU_TARGET:.0%} {marks[1]}"
@@ -201,6 +201,7 @@ def collected(folder: Path, rehearsal: bool) -> dict[str, Any]:
         "tests": read(folder / "tests.json"),
         "ops": rows,
         "training": read(folder / "training.json"),
+        "moe": read(folder / "moe.json"),
         "memory": read(folder / "memory.json"),
         "overlap": read(folder / "overlap.json"),
     }
@@ -235,6 +236,9 @@ def page(results: dict[str, Any]) -> list[str]:
         lines += ["", *ops_table(results["ops"], rehearsal)]
     if training := results["training"]:
         lines += ["", f"Training, {training['shape']}:", "", *training_table(training, rehearsal)]
+    if moe := results.get("moe"):
+        table = training_table(moe, rehearsal, has_targets=False)
+        lines += ["", f"Training, {moe['shape']}:", "", *table]
     if results["overlap"]:
         table = overlap_table(results["overlap"], rehearsal)
         lines += ["", "Transfers under products:", "", *table]

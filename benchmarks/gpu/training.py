@@ -14,7 +14,7 @@ same script, one after the other: two of them do not fit on the device at once.
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ def fitting(device_bytes: int) -> Llama:
 
 def train(side: str, flags: Sequence[str], shape: Llama, folder: Path) -> dict[str, Any]:
     """One side: step time, losses, peak memory, features; or `failed` with the end of its log."""
-    log = folder / f"training-{side.replace(' ', '-')}.log"
+    log = folder / f"{side.replace(' ', '-')}.log"
     script = CHECKOUT / "examples" / "pretrain_gpt.py"
     try:
         run_script(script, [*shape.megatron_flags(), *flags], log, shape.threads)
@@ -129,18 +129,17 @@ def train(side: str, flags: Sequence[str], shape: Llama, folder: Path) -> dict[s
     }
 
 
-def main() -> int:
-    setting = Setting.from_argv()
-    shape = TOY
-    if not setting.rehearse:
-        shape = fitting(torch.cuda.get_device_properties(0).total_memory)
+def train_sides(
+    kinds: Mapping[str, Sequence[str]], shape: Llama, setting: Setting, name: str
+) -> int:
+    """All sides, as far as there is time, into `<name>.json`. Returns the part's exit code."""
     sides: dict[str, Any] = {}
     peak = PEAKS.get(setting.machine)
-    for side, flags in SIDES.items():
+    for side, flags in kinds.items():
         if setting.seconds_left < 0.2 * setting.seconds:
             sides[side] = {"failed": "no time left"}
             continue
-        sides[side] = made = train(side, flags, shape, setting.folder)
+        sides[side] = made = train(f"{name} {side}", flags, shape, setting.folder)
         if "ms" in made:
             rate = shape.flops_per_step / (made["ms"] * 1e-3)
             made["tokens_per_s"] = shape.micro_batches * shape.seq_length / (made["ms"] * 1e-3)
@@ -148,10 +147,18 @@ def main() -> int:
             made["mfu"] = rate / peak if peak else None
         print(side, {k: v for k, v in made.items() if k != "features"}, flush=True)
         write_json(
-            setting.folder / "training.json",
+            setting.folder / f"{name}.json",
             {"shape": shape.name, "peak_flops": peak, "sides": sides},
         )
     return 0 if all("ms" in made for made in sides.values()) else 1
+
+
+def main() -> int:
+    setting = Setting.from_argv()
+    shape = TOY
+    if not setting.rehearse:
+        shape = fitting(torch.cuda.get_device_properties(0).total_memory)
+    return train_sides(SIDES, shape, setting, "training")
 
 
 if __name__ == "__main__":
