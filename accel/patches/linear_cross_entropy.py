@@ -32,6 +32,7 @@ from torch import Tensor
 from accel.feature import Feature
 from accel.ops import linear_cross_entropy
 from accel.ops._dispatch import log_fallback
+from accel.parallel.linear import weight_gradient_added
 from accel.patches._kernels import kernels
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
@@ -78,7 +79,7 @@ class _AddedToMainGrad(torch.autograd.Function):
     """Identity of a weight whose gradient somebody adds to ``main_grad``; tells Megatron's hooks so.
 
     As ``LinearWithGradAccumulationAndAsyncCommunication.backward``: the hooks run only if autograd
-    sees a gradient, so it gets one that nobody reads, or zeros where an embedding's is added to it.
+    sees a gradient.
     """
 
     @staticmethod
@@ -89,12 +90,7 @@ class _AddedToMainGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: None) -> Tensor | None:
-        weight = ctx.weight
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        weight.grad_added_to_main_grad = True
-        make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-        return make(weight)
+        return weight_gradient_added(ctx.weight)
 
 
 def _goes_to_main_grad(layer: Any, weight: Any) -> bool:
