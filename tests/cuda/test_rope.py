@@ -86,6 +86,11 @@ class TestRope(OnCuda, test_rope.TestRope):
         for view in (*views, torch.cat([q.new_zeros(1), q.flatten()])[1:].view(q.shape)):
             assert torch.equal(self.op(view, freqs)[0], want)
 
+    def test_strides_of_more_than_32_bits_change_no_bit(self):
+        q, freqs = draw(1, 2, 4, 64, dtype=torch.bfloat16), angles(1, 64)
+        wide = q.as_strided(q.shape, (1 << 33, *q.stride()[1:]))
+        assert torch.equal(self.op(wide, freqs)[0], self.op(q, freqs)[0])
+
     def test_rotates_back(self):
         q, freqs = draw(9, 2, 3, 32).requires_grad_(), angles(9, 32)
         y, _ = self.op(q, freqs)
