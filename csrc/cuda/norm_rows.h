@@ -42,13 +42,34 @@ ACCEL_DEVICE void load_scale(const void* weight, bool weight_is_float, float off
   for (int i = 0; i < kPack<T>; ++i) scale[i] += offset;
 }
 
-// What the warps of a block with several rows to a warp have summed.
+// What the warps of a block with several rows to a warp have summed, or the threads of one of whole teams.
 template <typename T, int kCount>
-struct WarpSums {
+union BlockSums {
   float of_warp[4][kWarp * kCount * kPack<T>];
+  float of_thread[kMaxThreadsBackward * kPack<T>];
 };
 
-// Each thread's sums, one for each of its columns, over the teams of the block.
+// Each thread's sums, one for each of its columns, over the teams of a block of 512: a pack at a time.
+template <typename Teams, typename T, int kCount>
+ACCEL_DEVICE void store_partial_of_teams(const Teams& teams, int64_t num_cols,
+                                         const float (&sums)[kCount][kPack<T>], float* partial_N) {
+  auto& of_thread = block_shared<BlockSums<T, kCount>>().of_thread;
+  const int step = teams.threads() * kPack<T>;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    __syncthreads();  // what was stored before this is read
+#pragma unroll
+    for (int i = 0; i < kPack<T>; ++i) of_thread[threadIdx.x * kPack<T> + i] = sums[k][i];
+    __syncthreads();
+    for (int col = threadIdx.x; col < step && k * step + col < num_cols; col += kMaxThreadsBackward) {
+      float sum = 0.0f;
+      for (int team = 0; team < teams.teams_per_block(); ++team) sum += of_thread[team * step + col];
+      partial_N[k * step + col] = sum;
+    }
+  }
+}
+
+// Likewise of any rows, in a block of one team or in one of 128 threads.
 template <typename T, int kCount>
 ACCEL_DEVICE void store_partial(const NormRows& rows, const float (&sums)[kCount][kPack<T>],
                                 float* partial_N) {
@@ -64,7 +85,7 @@ ACCEL_DEVICE void store_partial(const NormRows& rows, const float (&sums)[kCount
     }
     return;
   }
-  auto& of_warp = block_shared<WarpSums<T, kCount>>().of_warp;
+  auto& of_warp = block_shared<BlockSums<T, kCount>>().of_warp;
   const int warp = threadIdx.x / kWarp;
   __syncthreads();  // what was stored before this is read
 #pragma unroll

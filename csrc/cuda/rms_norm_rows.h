@@ -4,6 +4,10 @@
 //
 // A row that its threads can hold in registers is read from memory once; a longer one is read twice, the
 // second time from a cache. Backward, P programs take rows in turn and sum dweight over theirs.
+//
+// What these kernels wait for is instructions. So rows that fill their threads exactly, those of most models,
+// have kernels of their own, which know N and the weight's dtype and keep it in registers. Of 128 Mi elements
+// on an H200, backward, they took 104 to 108 us, and 127 to 150 with bounds and weights of either dtype.
 #pragma once
 
 #include "norm_rows.h"
@@ -45,11 +49,22 @@ ACCEL_DEVICE Pack<T> norm_input(const RmsNormForward& op, int64_t at, int64_t co
   return x;
 }
 
+// Of even and of odd elements: two chains of additions.
+struct Sums {
+  float even = 0.0f, odd = 0.0f;
+
+  ACCEL_DEVICE void add(int i, float a, float b) { (i % 2 ? odd : even) = fmaf(a, b, i % 2 ? odd : even); }
+  ACCEL_DEVICE float total() const { return even + odd; }
+};
+
 template <typename T>
-ACCEL_DEVICE float sum_of_squares(const Pack<T>& x, float sum) {
+ACCEL_DEVICE void add_squares(const Pack<T>& x, Sums& squares) {
 #pragma unroll
-  for (int i = 0; i < kPack<T>; ++i) sum += x[i] * x[i];
-  return sum;
+  for (int i = 0; i < kPack<T>; ++i) squares.add(i, x[i], x[i]);
+}
+
+ACCEL_DEVICE float rstd_of(float squares, float num_cols, float eps) {
+  return rsqrtf(__fadd_rn(squares / num_cols, eps));
 }
 
 template <typename T, bool kWhole>
@@ -79,11 +94,11 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_forward_whole_rows(const
       store<false>(static_cast<T*>(op.total) + start + col, x[k], num_cols - col);
     }
   }
-  float squares = 0.0f;
+  Sums squares;
 #pragma unroll
-  for (int k = 0; k < kPacks; ++k) squares = sum_of_squares(x[k], squares);
-  squares = row_sum(squares, rows.teams, 0);
-  const float rstd = rsqrtf(squares / static_cast<float>(rows.num_cols) + op.eps);
+  for (int k = 0; k < kPacks; ++k) add_squares(x[k], squares);
+  const float sum = row_sum(squares.total(), rows.teams, 0);
+  const float rstd = rstd_of(sum, static_cast<float>(rows.num_cols), op.eps);
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
     x[k].stay_packed();
@@ -101,15 +116,15 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_forward_long_rows(const 
   const RmsNormForward& op = call.op;
   const NormRows& rows = call.rows;
   const int64_t row = blockIdx.x, start = row * rows.num_cols;
-  float squares = 0.0f;
+  Sums squares;
   for (int64_t col = rows.template first<T>(); col < rows.num_cols; col += rows.template step<T>()) {
     const int64_t count = rows.num_cols - col;
     const Pack<T> x = norm_input<T, kAdd, kWhole>(op, start + col, col, count);
     if constexpr (kAdd) store<kWhole>(static_cast<T*>(op.total) + start + col, x, count);
-    squares = sum_of_squares(x, squares);
+    add_squares(x, squares);
   }
-  squares = row_sum(squares, rows.teams, 0);
-  const float rstd = rsqrtf(squares / static_cast<float>(rows.num_cols) + op.eps);
+  const float sum = row_sum(squares.total(), rows.teams, 0);
+  const float rstd = rstd_of(sum, static_cast<float>(rows.num_cols), op.eps);
   for (int64_t col = rows.template first<T>(); col < rows.num_cols; col += rows.template step<T>()) {
     const int64_t count = rows.num_cols - col;
     const T* x = static_cast<const T*>(kAdd ? op.total : op.x) + start + col;
@@ -118,40 +133,68 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_forward_long_rows(const 
   if (threadIdx.x == 0) op.rstd[row] = rstd;
 }
 
+// A pack's share of the weight, kept in registers.
+template <typename T, typename W>
+struct WeightPack {
+  Pack<W> packs[kPack<T> / kPack<W>];
+
+  ACCEL_DEVICE void load(const W* p) {
+#pragma unroll
+    for (int i = 0; i < kPack<T> / kPack<W>; ++i) {
+      packs[i] = cuda::load<true>(p + i * kPack<W>, kPack<W>);
+    }
+  }
+  ACCEL_DEVICE float operator[](int i) const { return packs[i / kPack<W>][i % kPack<W>]; }
+  ACCEL_DEVICE float again(int i) const { return packs[i / kPack<W>].again(i % kPack<W>); }
+  ACCEL_DEVICE void stay_packed() {
+#pragma unroll
+    for (int i = 0; i < kPack<T> / kPack<W>; ++i) packs[i].stay_packed();
+  }
+};
+
 struct BackwardCall {
   RmsNormBackward op;
   NormRows rows;
 };
 
-// With h = x rstd and g = dy scale: the sum of g h over this pack.
+// With g = dy scale: adds g x over this pack. (rstd is a factor of the whole sum.)
 template <typename T, bool kWhole>
-ACCEL_DEVICE float dot(const RmsNormBackward& op, const Pack<T>& x, const Pack<T>& dy, int64_t col,
-                       int64_t count, float rstd, float sum) {
+ACCEL_DEVICE void add_dots(const RmsNormBackward& op, const Pack<T>& x, const Pack<T>& dy, int64_t col,
+                           int64_t count, Sums& dots) {
   float scale[kPack<T>];
   load_scale<T, kWhole>(op.weight, op.weight_is_float, op.weight_offset, col, count, scale);
 #pragma unroll
-  for (int i = 0; i < kPack<T>; ++i) {
-    sum += dy[i] * scale[i] * (x[i] * rstd);
-  }
-  return sum;
+  for (int i = 0; i < kPack<T>; ++i) dots.add(i, dy[i] * scale[i], x[i]);
 }
 
-// Writes dx = rstd (g - h mean), to which dtotal is added after rounding, and adds dy h to dweight.
+// dx = rstd (g - h mean(g h)) = g rstd + x slope, with h = x rstd.
+struct RowGradient {
+  float rstd, slope;
+  ACCEL_DEVICE RowGradient(float dot, float num_cols, float rstd)
+      : rstd(rstd), slope(-(dot * rstd / num_cols) * rstd * rstd) {}
+};
+
+// dx of one element, to which dtotal is added after rounding; adds dy h to dweight. Contractions are by hand:
+// the same bits in every kernel.
+template <typename T, bool kAdd>
+ACCEL_DEVICE float dx_of(const RowGradient& row, float x, float dy, float scale, bool has_dtotal,
+                         float dtotal, float& dweight) {
+  const float d = dy * row.rstd;
+  float dx = fmaf(d, scale, x * row.slope);
+  if (kAdd && has_dtotal) dx = __fadd_rn(rounded<T>(dx), dtotal);
+  dweight = fmaf(d, x, dweight);
+  return dx;
+}
+
 template <typename T, bool kAdd, bool kWhole>
 ACCEL_DEVICE void write_dx(const RmsNormBackward& op, const Pack<T>& x, const Pack<T>& dy,
-                           const Pack<T>& dtotal, int64_t at, int64_t col, int64_t count, float rstd,
-                           float mean, float (&dweight)[kPack<T>]) {
+                           const Pack<T>& dtotal, int64_t at, int64_t col, int64_t count,
+                           const RowGradient& row, float (&dweight)[kPack<T>]) {
   float dx[kPack<T>];
   load_scale<T, kWhole>(op.weight, op.weight_is_float, op.weight_offset, col, count, dx);
 #pragma unroll
   for (int i = 0; i < kPack<T>; ++i) {
-    const float dy_i = dy[i], h = x[i] * rstd;
-    dx[i] = fmaf(dy_i, dx[i], -(h * mean)) * rstd;  // one contraction, the same with and without addition
-    if constexpr (kAdd) {
-      // no multiply-add with the product above: the two steps round it
-      if (op.dtotal) dx[i] = __fadd_rn(rounded<T>(dx[i]), dtotal[i]);
-    }
-    dweight[i] += dy_i * h;
+    dx[i] = dx_of<T, kAdd>(row, x[i], dy[i], dx[i], op.dtotal, kAdd ? dtotal[i] : 0.0f, dweight[i]);
   }
   store<kWhole>(static_cast<T*>(op.dx) + at, pack_of<T>(dx), count);
 }
@@ -180,14 +223,15 @@ __global__ void __launch_bounds__(kMaxThreadsBackward)
         if (op.dtotal) dtotal[k] = load<true>(static_cast<const T*>(op.dtotal) + at, count);
       }
     }
-    float mean = 0.0f;
+    Sums dots;
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       if constexpr (!kWhole) one_after_the_other();
       const int64_t col = rows.template col<T>(k);
-      mean = dot<T, kWhole>(op, x[k], dy[k], col, num_cols - col, rstd, mean);
+      add_dots<T, kWhole>(op, x[k], dy[k], col, num_cols - col, dots);
     }
-    mean = row_sum(mean, teams, turn++) / static_cast<float>(rows.num_cols);
+    const float dot = row_sum(dots.total(), teams, turn++);
+    const RowGradient gradient(dot, static_cast<float>(rows.num_cols), rstd);
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       if constexpr (!kWhole) one_after_the_other();
@@ -196,11 +240,70 @@ __global__ void __launch_bounds__(kMaxThreadsBackward)
       if constexpr (kAdd && !kWhole) {  // late: elements one by one take twice the registers
         if (op.dtotal) dtotal[0] = load<false>(static_cast<const T*>(op.dtotal) + at, count);
       }
-      write_dx<T, kAdd, kWhole>(op, x[k], dy[k], dtotal[kAdd && kWhole ? k : 0], at, col, count, rstd,
-                                mean, dweight[k]);
+      write_dx<T, kAdd, kWhole>(op, x[k], dy[k], dtotal[kAdd && kWhole ? k : 0], at, col, count, gradient,
+                                dweight[k]);
     }
   }
-  store_partial<T>(rows, dweight, op.dweight_PN + blockIdx.x * rows.num_cols);
+  float* partial = op.dweight_PN + blockIdx.x * rows.num_cols;
+  if (teams.threads() > kWarp && teams.teams_per_block() > 1) {
+    store_partial_of_teams<RowTeams, T>(teams, rows.num_cols, dweight, partial);
+  } else {
+    store_partial<T>(rows, dweight, partial);
+  }
+}
+
+// Rows of whole packs that fill threads exactly; the weight is of type W and has no offset, and with kAdd
+// there is dtotal. Rows go to the teams as above.
+template <typename T, typename W, bool kAdd, int kLog2Threads>
+__global__ void __launch_bounds__(kMaxThreadsBackward, 1)
+    rms_norm_backward_exact_rows(const BackwardCall call) {
+  const RmsNormBackward& op = call.op;
+  constexpr FixedTeams<kLog2Threads> teams;
+  constexpr int kStep = teams.threads() * kPack<T>, kCols = kPacks * kStep;
+  const int first_col = teams.lane() * kPack<T>;
+  const int num_rows = static_cast<int>(call.rows.num_rows), step = gridDim.x * teams.teams_per_block();
+  float dweight[kPacks][kPack<T>] = {};
+  // fp32 beside packs of 16 bits and dtotal would be too many registers: then from a cache, at each use.
+  constexpr bool kKeepsWeight = !kAdd || sizeof(W) == sizeof(T);
+  const W* weight_of_lane = static_cast<const W*>(op.weight) + first_col;
+  WeightPack<T, W> weight[kPacks];
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) weight[k].load(weight_of_lane + k * kStep);
+  int turn = 0;
+  for (int row = blockIdx.x * teams.teams_per_block() + teams.team(); row < num_rows; row += step) {
+    const int64_t start = int64_t{row} * kCols + first_col;
+    const float rstd = op.rstd[row];
+    Pack<T> x[kPacks], dy[kPacks], dtotal[kAdd ? kPacks : 1];
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      const int64_t at = start + k * kStep;
+      x[k] = load<true>(static_cast<const T*>(op.x) + at, kPack<T>);
+      dy[k] = load<true>(static_cast<const T*>(op.dy) + at, kPack<T>);
+      if constexpr (kAdd) dtotal[k] = load<true>(static_cast<const T*>(op.dtotal) + at, kPack<T>);
+    }
+    Sums dots;
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      kKeepsWeight ? weight[k].stay_packed() : weight[k].load(weight_of_lane + k * kStep);
+#pragma unroll
+      for (int i = 0; i < kPack<T>; ++i) dots.add(i, dy[k][i] * weight[k][i], x[k][i]);
+    }
+    const RowGradient gradient(row_sum(dots.total(), teams, turn++), kCols, rstd);
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      x[k].stay_packed(), dy[k].stay_packed();
+      kKeepsWeight ? weight[k].stay_packed() : weight[k].load(weight_of_lane + k * kStep);
+      float dx[kPack<T>];
+#pragma unroll
+      for (int i = 0; i < kPack<T>; ++i) {
+        dx[i] = dx_of<T, kAdd>(gradient, x[k].again(i), dy[k].again(i), weight[k].again(i), true,
+                               kAdd ? dtotal[k][i] : 0.0f, dweight[k][i]);
+      }
+      store<true>(static_cast<T*>(op.dx) + start + k * kStep, pack_of<T>(dx), kPack<T>);
+    }
+  }
+  float* partial = op.dweight_PN + int64_t{blockIdx.x} * kCols;
+  store_partial_of_teams<FixedTeams<kLog2Threads>, T>(teams, kCols, dweight, partial);
 }
 
 // One row at a time. dweight is summed in memory, where each column is one thread's own.
@@ -214,14 +317,15 @@ __global__ void __launch_bounds__(kMaxThreadsBackward, 1)
   for (int64_t row = blockIdx.x; row < rows.num_rows; row += gridDim.x) {
     const int64_t start = row * rows.num_cols;
     const float rstd = op.rstd[row];
-    float mean = 0.0f;
+    Sums dots;
     for (int64_t col = rows.template first<T>(); col < rows.num_cols; col += rows.template step<T>()) {
       const int64_t at = start + col, count = rows.num_cols - col;
       const Pack<T> x = load<kWhole>(static_cast<const T*>(op.x) + at, count);
       const Pack<T> dy = load<kWhole>(static_cast<const T*>(op.dy) + at, count);
-      mean = dot<T, kWhole>(op, x, dy, col, count, rstd, mean);
+      add_dots<T, kWhole>(op, x, dy, col, count, dots);
     }
-    mean = row_sum(mean, rows.teams, turn++) / static_cast<float>(rows.num_cols);
+    const float dot = row_sum(dots.total(), rows.teams, turn++);
+    const RowGradient gradient(dot, static_cast<float>(rows.num_cols), rstd);
     for (int64_t col = rows.template first<T>(); col < rows.num_cols; col += rows.template step<T>()) {
       const int64_t at = start + col, count = rows.num_cols - col;
       const Pack<T> x = load<kWhole>(static_cast<const T*>(op.x) + at, count);
@@ -235,7 +339,7 @@ __global__ void __launch_bounds__(kMaxThreadsBackward, 1)
       for (int i = 0; i < kPack<T>; ++i) {
         dweight[i] = row >= gridDim.x && i < count ? partial[col + i] : 0.0f;
       }
-      write_dx<T, kAdd, kWhole>(op, x, dy, dtotal, at, col, count, rstd, mean, dweight);
+      write_dx<T, kAdd, kWhole>(op, x, dy, dtotal, at, col, count, gradient, dweight);
 #pragma unroll
       for (int i = 0; i < kPack<T>; ++i) {
         if (i < count) partial[col + i] = dweight[i];
@@ -257,11 +361,43 @@ void launch_forward(const RmsNormForward& op, Queue queue) {
   launch(kernel, num_blocks, block.threads_per_block, queue, call);
 }
 
+// The threads of a row are those of a block of 512, or of 128 where rows share a warp.
+RowBlock backward_block(int64_t num_cols, Dtype dtype) {
+  RowBlock block(num_cols, dtype, kPacks, kMaxThreadsBackward);
+  if ((1 << block.log2_threads) > kWarp) {
+    block.threads_per_block = kMaxThreadsBackward;
+    block.rows_per_block = kMaxThreadsBackward >> block.log2_threads;
+  }
+  return block;
+}
+
+// Whether rows of whole packs have kernels that know N.
+bool is_exact(const RowBlock& block, int64_t num_cols, Dtype dtype, float weight_offset) {
+  return (1 << block.log2_threads) > kWarp && weight_offset == 0.0f &&
+      (int64_t{kPacks} << block.log2_threads) * kPackBytes == num_cols * size_of(dtype);
+}
+
+template <typename T, typename W, bool kAdd>
+auto exact_backward_kernel(int log2_threads) {
+  switch (log2_threads) {
+    case 6: return &rms_norm_backward_exact_rows<T, W, kAdd, 6>;
+    case 7: return &rms_norm_backward_exact_rows<T, W, kAdd, 7>;
+    case 8: return &rms_norm_backward_exact_rows<T, W, kAdd, 8>;
+    default: return &rms_norm_backward_exact_rows<T, W, kAdd, 9>;
+  }
+}
+
 template <bool kAdd, bool kWhole>
 void launch_backward(const RmsNormBackward& op, int64_t num_programs, Queue queue) {
-  const RowBlock block(op.num_cols, op.dtype, kPacks, kMaxThreadsBackward);
+  const RowBlock block = backward_block(op.num_cols, op.dtype);
   const bool whole = fits(block, kPacks, op.num_cols, op.dtype);
+  const bool exact = kWhole && is_exact(block, op.num_cols, op.dtype, op.weight_offset) &&
+      (!kAdd || op.dtotal);
   auto* kernel = for_dtype(op.dtype, [&]<typename T> {
+    if (exact) {
+      return op.weight_is_float ? exact_backward_kernel<T, float, kAdd>(block.log2_threads)
+                                : exact_backward_kernel<T, T, kAdd>(block.log2_threads);
+    }
     return whole ? &rms_norm_backward_whole_rows<T, kAdd, kWhole>
                  : &rms_norm_backward_long_rows<T, kAdd, kWhole>;
   });

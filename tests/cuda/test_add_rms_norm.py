@@ -23,7 +23,7 @@ class TestAddRmsNorm(OnCuda, test_add_rms_norm.TestAddRmsNorm):
             monkeypatch.setattr(test_add_rms_norm, name, op)
 
     @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-    @pytest.mark.parametrize("num_cols", [1, 43, 64, 2080, 16640, 33000])
+    @pytest.mark.parametrize("num_cols", [1, 43, 64, 1024, 2048, 2080, 8192, 16384, 16640, 33000])
     def test_bits_of_the_two_steps(self, num_cols, dtypes):
         for num_rows, with_bias in ((21, True), (2, False)):
             inputs = test_add_rms_norm.draw(

@@ -19,6 +19,7 @@ SHAPES = [
     (1025, 40),  # several turns
     (5, 2080),  # the whole block for a row
     (7, 4096),
+    (38, 2048),  # several rows of whole teams to a block, several turns
 ]
 LONG = [16640, 33000]
 """Beyond what registers hold: of fp32 both ways, of 16 bits backward; of 16 bits both ways."""
@@ -45,9 +46,11 @@ class TestRmsNorm(OnCuda, test_rms_norm.TestRmsNorm):
 
     def test_offset_of_a_tensor_changes_no_bit(self):
         """Elements one by one are summed in the order of whole packs."""
-        for shape in ((9, 64), (3, 4096), (2, 16640)):
-            x, weight = self.norm_inputs(shape, DTYPES[1]).tensors
-            dy = torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16()
+        cases = [((9, 64), 1), ((3, 4096), 1), ((2, 16640), 1), ((37, 2048), 1), ((21, 2048), 2)]
+        cases += [((21, 2048), 3), ((21, 2048), 4), ((9, 8192), 1), ((5, 16384), 1), ((21, 1024), 0)]
+        for shape, dtypes in cases:
+            x, weight = self.norm_inputs(shape, DTYPES[dtypes]).tensors
+            dy = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(x.dtype)
 
             def results(x, weight=weight, dy=dy):
                 leaf, scale = x.detach().requires_grad_(), weight.clone().requires_grad_()

@@ -1,5 +1,6 @@
 #include "emulator/cuda_on_cpu.h"
 
+#include <algorithm>
 #include <bit>
 #include <csetjmp>
 #include <map>
@@ -18,6 +19,7 @@ Position position;
 namespace {
 
 constexpr int kWarp = 32;
+constexpr int kBarriers = 16;
 constexpr size_t kStackBytes = 64 << 10;
 constexpr size_t kSharedBytes = 48 << 10;  // what a block may have without asking for more
 
@@ -31,6 +33,7 @@ struct Fiber {
   std::jmp_buf here;
   bool entered = false;
   State state = State::done;
+  int barrier;  // at which it waits
 };
 
 struct Warp {
@@ -44,7 +47,7 @@ std::vector<Warp> warps;
 std::jmp_buf scheduler;
 ucontext_t scheduler_entry;
 const std::function<void()>* body;
-unsigned num_threads, arrived_at_barrier;
+unsigned num_threads, arrived_at_barrier[kBarriers];
 alignas(64) char shared[4 * kSharedBytes];  // a kernel that takes too much is told at its end
 size_t shared_used;
 size_t misaligned;  // bytes that were read or written at once, or 0
@@ -115,7 +118,7 @@ void run_block(bool downwards) {
   std::memset(shared, 0xff, sizeof(shared));
   shared_used = 0;
   shared_at.clear();
-  arrived_at_barrier = 0;
+  std::fill_n(arrived_at_barrier, kBarriers, 0);
   for (auto& warp : warps) warp = Warp();
   for (unsigned i = 0; i < num_threads; ++i) fibers[i]->state = State::ready;
   const unsigned num_warps = num_threads / kWarp;
@@ -129,14 +132,20 @@ void run_block(bool downwards) {
 
 }  // namespace
 
-void barrier() {
-  if (++arrived_at_barrier < num_threads) {
+void barrier() { barrier(0, num_threads); }
+
+void barrier(int name, unsigned count) {
+  if (++arrived_at_barrier[name] < count) {
     current().state = State::at_barrier;
+    current().barrier = name;
     to_scheduler();
     return;
   }
-  arrived_at_barrier = 0;
-  for (unsigned i = 0; i < num_threads; ++i) fibers[i]->state = State::ready;
+  arrived_at_barrier[name] = 0;
+  for (unsigned i = 0; i < num_threads; ++i) {
+    Fiber& fiber = *fibers[i];
+    if (fiber.state == State::at_barrier && fiber.barrier == name) fiber.state = State::ready;
+  }
 }
 
 uint32_t exchange(uint32_t word, int from_lane) {

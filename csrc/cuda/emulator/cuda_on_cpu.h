@@ -48,7 +48,8 @@ struct Position {
 extern Position position;  // of the thread that runs
 
 void run(dim3 grid, unsigned block, const std::function<void()>& kernel);
-void barrier();
+void barrier();  // of the block
+void barrier(int name, unsigned num_threads);  // 1 .. 15
 uint32_t exchange(uint32_t word, int from_lane);  // between the lanes of a warp
 void* shared_memory(const void* key, size_t num_bytes);
 void check_aligned(const void* p, size_t num_bytes);  // that begin there, at a multiple of their number

@@ -77,6 +77,15 @@ ACCEL_DEVICE float fast_exp2(float v) {
 #endif
 }
 
+// So many threads of the block wait for each other, whole warps, those that name this barrier (1 .. 15).
+ACCEL_DEVICE void named_barrier(int barrier, int num_threads) {
+#ifdef __CUDACC__
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
+#else
+  emulator::barrier(barrier, num_threads);
+#endif
+}
+
 // v as a T would hold it.
 template <typename T>
 ACCEL_DEVICE float rounded(float v) {
@@ -108,6 +117,24 @@ struct Pack {
     if constexpr (__is_same(T, __half)) {
       return to_float(bits_as<__half>(static_cast<uint16_t>(i % 2 ? word >> 16 : word)));
     }
+  }
+
+  // Element i again, by another instruction: what assembles the kernel sees through stay_packed(), and keeps
+  // the floats after all where registers are left, which the loads of the next row then are short of.
+  ACCEL_DEVICE float again(int i) const {
+#ifdef __CUDACC__
+    if constexpr (sizeof(T) == 2) {
+      uint32_t bits;  // the element above zeros
+      if (i % 2) {
+        asm("prmt.b32 %0, %1, 0, 0x3244;" : "=r"(bits) : "r"(words[i / 2]));
+      } else {
+        asm("prmt.b32 %0, %1, 0, 0x1044;" : "=r"(bits) : "r"(words[i / 2]));
+      }
+      if constexpr (__is_same(T, __half)) return to_float(bits_as<__half>(static_cast<uint16_t>(bits >> 16)));
+      return bits_as<float>(bits);
+    }
+#endif
+    return (*this)[i];
   }
 
   // Forgets that floats were made of it: the compiler makes them again and does not keep them in twice
@@ -204,6 +231,28 @@ ACCEL_DEVICE void store(T* p, const Pack<T>& pack, int64_t count) {
   }
 }
 
+// A whole pack that nobody reads again soon: it leaves the caches to others.
+template <typename T>
+ACCEL_DEVICE Pack<T> load_once(const T* p) {
+  check_aligned(p);
+#ifdef __CUDACC__
+  const uint4 raw = __ldcs(reinterpret_cast<const uint4*>(p));
+  return {raw.x, raw.y, raw.z, raw.w};
+#else
+  return load<true>(p, kPack<T>);
+#endif
+}
+
+template <typename T>
+ACCEL_DEVICE void store_once(T* p, const Pack<T>& pack) {
+  check_aligned(p);
+#ifdef __CUDACC__
+  __stcs(reinterpret_cast<uint4*>(p), uint4{pack.words[0], pack.words[1], pack.words[2], pack.words[3]});
+#else
+  store<true>(p, pack, kPack<T>);
+#endif
+}
+
 // kCount elements of a vector, as fp32.
 template <bool kWhole, typename T, int kCount>
 ACCEL_DEVICE void load_floats(const T* p, int64_t count, float (&out)[kCount]) {
@@ -227,7 +276,7 @@ ACCEL_DEVICE void load_columns(const void* vector, bool is_float, int64_t col, i
 }
 
 // The threads of a block that share a row: 1, 2, 4, ... 32 lanes side by side, several rows to a warp; or
-// the whole block, a power of 2 of at least 64.
+// 64, 128, ... of them, up to the whole block, which wait for each other and for no other team: 15 at most.
 struct RowTeams {
   int log2_threads;
 
@@ -235,6 +284,17 @@ struct RowTeams {
   ACCEL_DEVICE int lane() const { return static_cast<int>(threadIdx.x) & (threads() - 1); }
   ACCEL_DEVICE int team() const { return static_cast<int>(threadIdx.x) >> log2_threads; }
   ACCEL_DEVICE int teams_per_block() const { return static_cast<int>(blockDim.x) >> log2_threads; }
+  ACCEL_DEVICE void wait() const { named_barrier(1 + team(), threads()); }
+};
+
+// Of a number of threads that the compiler knows.
+template <int kLog2Threads>
+struct FixedTeams {
+  static ACCEL_DEVICE constexpr int threads() { return 1 << kLog2Threads; }
+  ACCEL_DEVICE int lane() const { return static_cast<int>(threadIdx.x) & (threads() - 1); }
+  ACCEL_DEVICE int team() const { return static_cast<int>(threadIdx.x) >> kLog2Threads; }
+  ACCEL_DEVICE int teams_per_block() const { return static_cast<int>(blockDim.x) >> kLog2Threads; }
+  ACCEL_DEVICE void wait() const { named_barrier(1 + team(), threads()); }
 };
 
 constexpr int kWarp = 32;
@@ -244,32 +304,32 @@ struct WarpValues {
   float of_warp[2][kWarp];
 };
 
-// What combine(a, b) makes of the v of all threads of a row, the same bits in each of them; `neutral` changes
-// nothing. Every thread of the block calls it. `turn` counts the calls of this block: what they shared the
-// turn before may still be being read.
-template <typename Combine>
-ACCEL_DEVICE float reduce_row(float v, RowTeams teams, int turn, float neutral, Combine combine) {
+// What combine(a, b) makes of the v of all threads of a row, the same bits in each of them. Every thread of
+// the team calls it, and of its warps. `turn` counts the calls: what they shared the turn before may still be
+// being read.
+template <typename Teams, typename Combine>
+ACCEL_DEVICE float reduce_row(float v, const Teams& teams, int turn, Combine combine) {
   const int lanes = teams.threads() < kWarp ? teams.threads() : kWarp;
   for (int offset = lanes / 2; offset; offset /= 2) v = combine(v, __shfl_xor_sync(kAllLanes, v, offset));
   if (teams.threads() <= kWarp) return v;
+  const int warps = teams.threads() / kWarp, lane = threadIdx.x % kWarp;
   float* shared = block_shared<WarpValues>().of_warp[turn % 2];
-  const int lane = threadIdx.x % kWarp;
   if (lane == 0) shared[threadIdx.x / kWarp] = v;
-  __syncthreads();
-  v = lane < teams.threads() / kWarp ? shared[lane] : neutral;
-  for (int offset = kWarp / 2; offset; offset /= 2) {
-    v = combine(v, __shfl_xor_sync(kAllLanes, v, offset));
-  }
+  teams.wait();
+  v = shared[teams.team() * warps + lane % warps];
+  for (int offset = warps / 2; offset; offset /= 2) v = combine(v, __shfl_xor_sync(kAllLanes, v, offset));
   return v;
 }
 
-ACCEL_DEVICE float row_sum(float v, RowTeams teams, int turn) {
-  return reduce_row(v, teams, turn, 0.0f, [](float a, float b) { return a + b; });
+template <typename Teams>
+ACCEL_DEVICE float row_sum(float v, const Teams& teams, int turn) {
+  return reduce_row(v, teams, turn, [](float a, float b) { return a + b; });
 }
 
 // NaN counts for nothing.
-ACCEL_DEVICE float row_max(float v, RowTeams teams, int turn) {
-  return reduce_row(v, teams, turn, -INFINITY, [](float a, float b) { return fmaxf(a, b); });
+template <typename Teams>
+ACCEL_DEVICE float row_max(float v, const Teams& teams, int turn) {
+  return reduce_row(v, teams, turn, [](float a, float b) { return fmaxf(a, b); });
 }
 
 // kernel_for.operator()<T>() for a dtype known at run time.
