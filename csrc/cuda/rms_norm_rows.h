@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kMaxThreadsBackward)
     rms_norm_backward_whole_rows(const BackwardCall call) {
   const RmsNormBackward& op = call.op;
   const NormRows& rows = call.rows;
-  const RowTeams teams = rows.teams;
+  const ManyTeams teams{rows.teams};
   float dweight[kPacks][kPack<T>] = {};
   int turn = 0;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * teams.teams_per_block(); first < rows.num_rows;
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(kMaxThreadsBackward)
   }
   float* partial = op.dweight_PN + blockIdx.x * rows.num_cols;
   if (teams.threads() > kWarp && teams.teams_per_block() > 1) {
-    store_partial_of_teams<RowTeams, T>(teams, rows.num_cols, dweight, partial);
+    store_partial_of_teams<ManyTeams, T>(teams, rows.num_cols, dweight, partial);
   } else {
     store_partial<T>(rows, dweight, partial);
   }

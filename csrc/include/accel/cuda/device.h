@@ -275,8 +275,11 @@ ACCEL_DEVICE void load_columns(const void* vector, bool is_float, int64_t col, i
   }
 }
 
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
 // The threads of a block that share a row: 1, 2, 4, ... 32 lanes side by side, several rows to a warp; or
-// 64, 128, ... of them, up to the whole block, which wait for each other and for no other team: 15 at most.
+// the whole block, a power of 2 of at least 64.
 struct RowTeams {
   int log2_threads;
 
@@ -284,10 +287,19 @@ struct RowTeams {
   ACCEL_DEVICE int lane() const { return static_cast<int>(threadIdx.x) & (threads() - 1); }
   ACCEL_DEVICE int team() const { return static_cast<int>(threadIdx.x) >> log2_threads; }
   ACCEL_DEVICE int teams_per_block() const { return static_cast<int>(blockDim.x) >> log2_threads; }
-  ACCEL_DEVICE void wait() const { named_barrier(1 + team(), threads()); }
+  // One team of more than a warp is the block.
+  ACCEL_DEVICE void wait() const { __syncthreads(); }
+  ACCEL_DEVICE int first_warp() const { return 0; }
 };
 
-// Of a number of threads that the compiler knows.
+// Where several teams of more than a warp, 15 at most, may share a block. (For one, with a barrier that has a
+// name, layer_norm spilled on sm_100.)
+struct ManyTeams : RowTeams {
+  ACCEL_DEVICE void wait() const { named_barrier(1 + team(), threads()); }
+  ACCEL_DEVICE int first_warp() const { return (threadIdx.x >> log2_threads << log2_threads) / kWarp; }
+};
+
+// Likewise, of a number of threads that the compiler knows.
 template <int kLog2Threads>
 struct FixedTeams {
   static ACCEL_DEVICE constexpr int threads() { return 1 << kLog2Threads; }
@@ -295,10 +307,8 @@ struct FixedTeams {
   ACCEL_DEVICE int team() const { return static_cast<int>(threadIdx.x) >> kLog2Threads; }
   ACCEL_DEVICE int teams_per_block() const { return static_cast<int>(blockDim.x) >> kLog2Threads; }
   ACCEL_DEVICE void wait() const { named_barrier(1 + team(), threads()); }
+  ACCEL_DEVICE int first_warp() const { return team() * (threads() / kWarp); }
 };
-
-constexpr int kWarp = 32;
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct WarpValues {
   float of_warp[2][kWarp];
@@ -316,7 +326,7 @@ ACCEL_DEVICE float reduce_row(float v, const Teams& teams, int turn, Combine com
   float* shared = block_shared<WarpValues>().of_warp[turn % 2];
   if (lane == 0) shared[threadIdx.x / kWarp] = v;
   teams.wait();
-  v = shared[teams.team() * warps + lane % warps];
+  v = shared[teams.first_warp() + lane % warps];
   for (int offset = warps / 2; offset; offset /= 2) v = combine(v, __shfl_xor_sync(kAllLanes, v, offset));
   return v;
 }
