@@ -44,10 +44,20 @@ ACCEL_DEVICE void load_scale(const void* weight, bool weight_is_float, float off
 
 // What the warps of a block with several rows to a warp have summed, or the threads of one of whole teams.
 template <typename T, int kCount>
-union BlockSums {
+union alignas(kPackBytes) BlockSums {
   float of_warp[4][kWarp * kCount * kPack<T>];
   float of_thread[kMaxThreadsBackward * kPack<T>];
 };
+
+// The sums of a pack, 16 bytes at a time: element by element they would meet in few banks.
+template <int kCount>
+ACCEL_DEVICE void store_sums(float* to, const float (&sums)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += kPack<float>) {
+    const float four[kPack<float>] = {sums[i], sums[i + 1], sums[i + 2], sums[i + 3]};
+    store<true>(to + i, pack_of<float>(four), kPack<float>);
+  }
+}
 
 // Each thread's sums, one for each of its columns, over the teams of a block of 512: a pack at a time.
 template <typename Teams, typename T, int kCount>
@@ -58,8 +68,7 @@ ACCEL_DEVICE void store_partial_of_teams(const Teams& teams, int64_t num_cols,
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
     __syncthreads();  // what was stored before this is read
-#pragma unroll
-    for (int i = 0; i < kPack<T>; ++i) of_thread[threadIdx.x * kPack<T> + i] = sums[k][i];
+    store_sums(of_thread + threadIdx.x * kPack<T>, sums[k]);
     __syncthreads();
     for (int col = threadIdx.x; col < step && k * step + col < num_cols; col += kMaxThreadsBackward) {
       float sum = 0.0f;
