@@ -21,6 +21,7 @@ from accel.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_en
 from accel.ops.masked_softmax import masked_softmax, masked_softmax_ref
 from accel.ops.moe_permute import moe_permute, moe_row_map, moe_unpermute
 from accel.ops.multi_tensor import l2_norm, l2_norm_ref, scale, scale_ref
+from accel.ops.qkv_rope import qkv_rope, qkv_rope_ref
 from accel.ops.remainder import join_remainder, split_remainder
 from accel.ops.rms_norm import rms_norm, rms_norm_ref
 from accel.ops.rope import rope, rope_ref
@@ -60,6 +61,8 @@ __all__ = [
     "moe_permute",
     "moe_row_map",
     "moe_unpermute",
+    "qkv_rope",
+    "qkv_rope_ref",
     "rms_norm",
     "rms_norm_ref",
     "rope",

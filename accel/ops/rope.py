@@ -38,7 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from accel.ops._dispatch import log_fallback, missing_kernel
 
-__all__ = ["Layout", "rope", "rope_ref", "unsupported_reason"]
+__all__ = ["Layout", "rope", "rope_ref", "tables_of", "unsupported_reason"]
 
 Layout = Literal["half", "interleaved", "interleaved_to_half"]
 
@@ -290,6 +290,16 @@ def rope(
     if cu_seqlens is not None:
         ys = [y.squeeze(1) for y in ys]
     return ys[0], None if k is None else ys[1]
+
+
+def tables_of(x: Tensor, freqs: Tensor, layout: Layout) -> Tables:
+    """Those that all layers share, for x `[S, B, ...]` that is not packed.
+
+    Raises:
+        ValueError: freqs that do not fit x.
+    """
+    _check_freqs(x, freqs, None)
+    return _TABLES.get(freqs, layout, 1.0)
 
 
 def _check(

@@ -47,7 +47,13 @@ class TestRmsNorm(OnCuda, test_rms_norm.TestRmsNorm):
     def test_offset_of_a_tensor_changes_no_bit(self):
         """Elements one by one are summed in the order of whole packs."""
         cases = [((9, 64), 1), ((3, 4096), 1), ((2, 16640), 1), ((37, 2048), 1), ((21, 2048), 2)]
-        cases += [((21, 2048), 3), ((21, 2048), 4), ((9, 8192), 1), ((5, 16384), 1), ((21, 1024), 0)]
+        cases += [
+            ((21, 2048), 3),
+            ((21, 2048), 4),
+            ((9, 8192), 1),
+            ((5, 16384), 1),
+            ((21, 1024), 0),
+        ]
         for shape, dtypes in cases:
             x, weight = self.norm_inputs(shape, DTYPES[dtypes]).tensors
             dy = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(x.dtype)

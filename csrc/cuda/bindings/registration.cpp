@@ -47,6 +47,7 @@ void register_kernels() {
     register_layer_norm(library);
     register_moe_permute(library);
     register_multi_tensor(library);
+    register_qkv_rope(library);
     register_rms_norm(library);
     register_rope(library);
     return true;

@@ -67,6 +67,7 @@ void register_cross_entropy(torch::Library& library);
 void register_layer_norm(torch::Library& library);
 void register_moe_permute(torch::Library& library);
 void register_multi_tensor(torch::Library& library);
+void register_qkv_rope(torch::Library& library);
 void register_rms_norm(torch::Library& library);
 void register_rope(torch::Library& library);
 
