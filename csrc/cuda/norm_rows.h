@@ -42,10 +42,15 @@ ACCEL_DEVICE void load_scale(const void* weight, bool weight_is_float, float off
   for (int i = 0; i < kPack<T>; ++i) scale[i] += offset;
 }
 
-// What the warps of a block with several rows to a warp have summed, or the threads of one of whole teams.
+// What the warps of a block with several rows to a warp have summed.
 template <typename T, int kCount>
-union alignas(kPackBytes) BlockSums {
+struct WarpSums {
   float of_warp[4][kWarp * kCount * kPack<T>];
+};
+
+// What the threads of a block of whole teams have.
+template <typename T>
+struct alignas(kPackBytes) ThreadSums {
   float of_thread[kMaxThreadsBackward * kPack<T>];
 };
 
@@ -63,7 +68,7 @@ ACCEL_DEVICE void store_sums(float* to, const float (&sums)[kCount]) {
 template <typename Teams, typename T, int kCount>
 ACCEL_DEVICE void store_partial_of_teams(const Teams& teams, int64_t num_cols,
                                          const float (&sums)[kCount][kPack<T>], float* partial_N) {
-  auto& of_thread = block_shared<BlockSums<T, kCount>>().of_thread;
+  auto& of_thread = block_shared<ThreadSums<T>>().of_thread;
   const int step = teams.threads() * kPack<T>;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
@@ -94,7 +99,7 @@ ACCEL_DEVICE void store_partial(const NormRows& rows, const float (&sums)[kCount
     }
     return;
   }
-  auto& of_warp = block_shared<BlockSums<T, kCount>>().of_warp;
+  auto& of_warp = block_shared<WarpSums<T, kCount>>().of_warp;
   const int warp = threadIdx.x / kWarp;
   __syncthreads();  // what was stored before this is read
 #pragma unroll

@@ -7,7 +7,7 @@
 //
 // What these kernels wait for is instructions. So rows that fill their threads exactly, those of most models,
 // have kernels of their own, which know N and the weight's dtype and keep it in registers. Of 64 Mi elements
-// on an H200, backward, they took 104 to 108 us, and 127 to 150 with bounds and weights of either dtype.
+// on an H200, backward, they took 107 to 110 us, and 127 to 150 with bounds and weights of either dtype.
 #pragma once
 
 #include "norm_rows.h"
@@ -21,7 +21,9 @@ namespace {
 // fp32: 4 packs take some 110 registers, of which a block of 512 threads may have 128 each.
 constexpr int kPacks = 4;
 constexpr int kMaxExactThreads = 512;
-// Of a block forward, at least: 16384 rows of 128 threads, one to a block, took 71.7 us in place of 67.6.
+// Of a block forward, at least, and no less than two rows where they fit: 16384 rows of 128 threads took
+// 67.6 us of an H200, one to a block 71.7; 8192 of 256 threads 67.3 and 67.8. (Loads and stores that ask not
+// to be kept in the caches changed little there, and took 72 us beside other kernels' buffers.)
 constexpr int kMinExactThreads = 256;
 
 // A pack's share of the weight, kept in registers.
@@ -144,7 +146,9 @@ __global__ void __launch_bounds__(kMaxExactThreads, 2) rms_norm_forward_exact_ro
   const int64_t start = row * kCols + first_col;
   Pack<T> x[kPacks];
 #pragma unroll
-  for (int k = 0; k < kPacks; ++k) x[k] = load_once(static_cast<const T*>(op.x) + start + k * kStep);
+  for (int k = 0; k < kPacks; ++k) {
+    x[k] = load<true>(static_cast<const T*>(op.x) + start + k * kStep, kPack<T>);
+  }
   constexpr bool kLoadsEarly = sizeof(W) == sizeof(T);  // fp32 beside packs of 16 bits: too many registers
   const W* weight_of_lane = static_cast<const W*>(op.weight) + first_col;
   WeightPack<T, W> weight[kPacks];
@@ -161,7 +165,7 @@ __global__ void __launch_bounds__(kMaxExactThreads, 2) rms_norm_forward_exact_ro
     float y[kPack<T>];
 #pragma unroll
     for (int i = 0; i < kPack<T>; ++i) y[i] = weight[k][i] * (x[k][i] * rstd);
-    store_once(static_cast<T*>(op.y) + start + k * kStep, pack_of<T>(y));
+    store<true>(static_cast<T*>(op.y) + start + k * kStep, pack_of<T>(y), kPack<T>);
   }
   if (teams.lane() == 0) op.rstd[row] = rstd;
 }
@@ -406,9 +410,10 @@ void launch_forward(const RmsNormForward& op, Queue queue) {
   RowBlock block(op.num_cols, op.dtype, kPacks, kMaxThreads);
   const bool whole = fits(block, kPacks, op.num_cols, op.dtype);
   const bool exact = !kAdd && kWhole && is_exact(block, op.num_cols, op.dtype, op.weight_offset);
-  if (exact && block.threads_per_block < kMinExactThreads) {
-    block.threads_per_block = kMinExactThreads;
-    block.rows_per_block = kMinExactThreads >> block.log2_threads;
+  if (exact) {
+    const int two_rows = std::min(2 << block.log2_threads, kMaxExactThreads);
+    block.threads_per_block = std::max(kMinExactThreads, two_rows);
+    block.rows_per_block = block.threads_per_block >> block.log2_threads;
   }
   auto* kernel = for_dtype(op.dtype, [&]<typename T> {
     if constexpr (!kAdd) {

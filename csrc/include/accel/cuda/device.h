@@ -231,28 +231,6 @@ ACCEL_DEVICE void store(T* p, const Pack<T>& pack, int64_t count) {
   }
 }
 
-// A whole pack that nobody reads again soon: it leaves the caches to others.
-template <typename T>
-ACCEL_DEVICE Pack<T> load_once(const T* p) {
-  check_aligned(p);
-#ifdef __CUDACC__
-  const uint4 raw = __ldcs(reinterpret_cast<const uint4*>(p));
-  return {raw.x, raw.y, raw.z, raw.w};
-#else
-  return load<true>(p, kPack<T>);
-#endif
-}
-
-template <typename T>
-ACCEL_DEVICE void store_once(T* p, const Pack<T>& pack) {
-  check_aligned(p);
-#ifdef __CUDACC__
-  __stcs(reinterpret_cast<uint4*>(p), uint4{pack.words[0], pack.words[1], pack.words[2], pack.words[3]});
-#else
-  store<true>(p, pack, kPack<T>);
-#endif
-}
-
 // kCount elements of a vector, as fp32.
 template <bool kWhole, typename T, int kCount>
 ACCEL_DEVICE void load_floats(const T* p, int64_t count, float (&out)[kCount]) {
