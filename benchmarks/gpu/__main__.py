@@ -37,9 +37,9 @@ PARTS = (
     Part("ops", 180, ("ops.jsonl",)),
     Part("triton_ops", 60, ("triton_ops.jsonl",)),
     Part("overlap", 40, ("overlap.json",)),
-    Part("training", 200, ("training.json",)),
+    Part("training", 120, ("training.json",)),
     Part("moe", 80, ("moe.json",)),
-    Part("memory", 280, ("memory.json",)),
+    Part("memory", 220, ("memory.json",)),
 )
 SOURCES = ("accel", "csrc", "benchmarks", "examples", "tests", "setup.py")
 """What results depend on."""

@@ -118,6 +118,10 @@ def main() -> int:
         flags = flags_of(side, shape, sides)
         sides[side] = made = train(f"memory {side}", flags, shape, setting.folder)
         made["flags"] = " ".join(flags)
+        if side != BASE and "ms" in made and "ms" in sides.get(BASE, {}):
+            # of this call, whatever is measured again later
+            made["base_ms"] = sides[BASE]["ms"]
+            made["same_losses"] = made["losses"] == sides[BASE]["losses"]
         print(side, {k: v for k, v in made.items() if k != "features"}, flush=True)
         found = limits(sides, sum(shape.parameters), link)
         write_json(file, {"shape": shape.name, "link": link, "limits": found, "sides": sides})

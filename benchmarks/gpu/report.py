@@ -133,11 +133,13 @@ def memory_table(memory: dict, rehearsal: bool) -> list[str]:
             why = made["failed"].strip().splitlines()[-1][:100]
             lines.append(f"| {side} | failed: {why} | | | | | | | |")
             continue
-        over = made["ms"] / base["ms"] if "ms" in base else None
+        base_ms = made.get("base_ms", base.get("ms"))
+        over = made["ms"] / base_ms if base_ms else None
         share = made["peak_bytes"] / stock["peak_bytes"] if stock.get("peak_bytes") else None
         same, target, reached = "", None, None
         if side in TARGETS:
-            same = "the same" if made["losses"] == base.get("losses") else "**others**"
+            is_same = made.get("same_losses", made["losses"] == base.get("losses"))
+            same = "the same" if is_same else "**others**"
             target, reached = TARGETS[side], over
         elif side == HALVED:
             target, reached = HALVED_TARGET, share

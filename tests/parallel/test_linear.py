@@ -54,6 +54,21 @@ def test_main_grad_is_added_to(main_dtype: torch.dtype) -> None:
     assert w.grad_added_to_main_grad is True
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_autograd_gets_beside_it_changes_nothing(shared: bool) -> None:
+    """And takes no memory, but where an embedding's gradient is added to it."""
+    x, w, _ = inputs(torch.float32, 5)
+    w.main_grad, w.grad_added_to_main_grad = torch.zeros(7, 13), False
+    w.zero_out_wgrad = shared
+    parallel_linear(x, w, None, Layout(into_main_grad=True)).sum().backward()
+    assert w.grad.layout is (torch.strided if shared else torch.sparse_coo)
+    assert w.grad.shape == w.shape
+    before = w.main_grad.clone()
+    w.main_grad.add_(w.grad)
+    assert torch.equal(w.main_grad, before)
+    assert before.any()
+
+
 def test_no_main_grad_is_one_error_that_says_what_to_do() -> None:
     x, w, _ = inputs(torch.float32, 5)
     y = parallel_linear(x, w, None, Layout(into_main_grad=True))

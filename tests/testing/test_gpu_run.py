@@ -145,7 +145,7 @@ def test_what_memory_costs_is_judged_by_time_losses_and_peak():
     sides = {
         "stock": side(200, 20),
         "accel fast": side(100),
-        "recompute": side(103.9),
+        "recompute": side(103.9 * 2) | {"base_ms": 200},
         "swap": side(102),
         "budget": side(105, losses=(1.0, 2.1)),
         "host optimizer": {"failed": "no room\nfor it"},
