@@ -128,7 +128,8 @@ struct Head {
 constexpr int kHeads = 2;  // that a thread has under way
 
 template <typename T, bool kWhole, bool kInterleavedIn, bool kInterleavedOut, bool kSame, bool kLean>
-__global__ void __launch_bounds__(kThreads, kLean ? 4 : 1) rope_kernel(const RopeCall call) {
+__global__ void __launch_bounds__(kThreads, !kLean ? 1 : kInterleavedIn == kInterleavedOut ? 4 : 3)
+    rope_kernel(const RopeCall call) {
   const Rope& op = call.op;
   const RopeGrid& grid = call.grid;
   const int token_of_block = grid.threads_per_token.quotient(threadIdx.x);
