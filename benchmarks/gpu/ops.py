@@ -8,11 +8,12 @@ Bytes and operations, for T rows of N columns of 2 bytes:
     rms_norm, layer_norm   forward 2 T N elements; backward 3 T N
     add_rms_norm           forward 4 T N; backward 4 T N
     swiglu, geglu          forward 3 T F elements; backward 5 T F, for F columns of the result
-    rope                   2 elements for each of q and k; ours with tables made once, for all layers
+    rope, qkv_rope         2 elements for each of q and k, and of v; ours with tables made once
     cross_entropy          logits read twice, their gradient written over them: 3 T V elements
     linear_cross_entropy   8 T H V operations: the logits forward and once more backward, two products for
                            the gradients (whole logits would need 6, and their memory)
     adamw                  28 bytes for each parameter with a 16-bit remainder
+    l2_norm, scale         4 bytes for each element; 8
     attention              causal: 2 Q K D B H forward, 5 Q K D B H backward
     grouped_gemm           2 T K N operations
     permute, unpermute     T + P rows of N elements
@@ -41,16 +42,20 @@ from accel.ops import (
     cross_entropy,
     geglu,
     grouped_gemm,
+    l2_norm,
     layer_norm,
     linear_cross_entropy,
     moe_permute,
     moe_row_map,
     moe_unpermute,
+    qkv_rope,
     rms_norm,
+    scale,
     split_remainder,
     swiglu,
     topk_router,
 )
+from accel.ops._dispatch import missing_kernel
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.timing import on_stream
 from benchmarks.gpu.work import EAGER, OURS, Work, as_row, run
@@ -190,6 +195,27 @@ def ropes(toy: bool) -> Iterator[Work]:
     made = {"op": "rope", "shape": f"S={s}, {heads}+{groups} heads of {d}", "make": qk}
     yield Work(mode="forward", sides=sides, num_bytes=num_bytes, target_of_limit=3.8 / 4.3, **made)
 
+    def product(device: str) -> tuple:
+        *_, freqs, tables = qk(device)
+        return normal(s, 1, groups, (heads // groups + 2) * d, device=device), freqs, tables
+
+    def apart(qkv: Tensor, freqs: Tensor, tables: tuple[Tensor, Tensor]) -> Any:
+        if missing_kernel("accel::qkv_rope_fwd", qkv.device.type):
+            return qkv_rope(qkv, freqs, d)
+        return torch.ops.accel.qkv_rope_fwd(qkv, *tables, d, False)  # as `ours` above
+
+    def eager_apart(qkv: Tensor, freqs: Tensor, tables: tuple[Tensor, Tensor]) -> Any:
+        cos, sin = freqs.cos().to(qkv.dtype), freqs.sin().to(qkv.dtype)
+        q, k, v = qkv.split([heads // groups * d, d, d], dim=-1)
+        q = rotated(q.reshape(s, 1, heads, d), cos, sin)
+        return q, rotated(k, cos, sin), v.contiguous()
+
+    yield Work(
+        op="qkv_rope", mode="forward", shape=f"S={s}, {groups} groups of {heads // groups}+2 heads of {d}",
+        make=product, sides={OURS: apart, EAGER: eager_apart},
+        num_bytes=2 * 2 * s * (heads + 2 * groups) * d, target_of_limit=3.8 / 4.3,
+    )  # fmt: skip
+
 
 def losses(toy: bool) -> Iterator[Work]:
     t, v, h = (8, 100, 16) if toy else (8192, 131072, 4096)
@@ -292,6 +318,33 @@ def optimizers(toy: bool) -> Iterator[Work]:
         target_of_limit=0.95,
         compiled=False,
     )
+
+
+def many_tensors(toy: bool) -> Iterator[Work]:
+    """What clipping by itself needs: the norm of a model's gradients, and all of them times a number."""
+    sizes = [100, 64] if toy else [4096 * 4096] * 64
+
+    def gradients(device: str) -> tuple:
+        return ([torch.randn(n, device=device) for n in sizes],)
+
+    def scaled(tensors: list[Tensor]) -> list[Tensor]:
+        scale(tensors, tensors, 0.9999)
+        return tensors
+
+    def foreach_scaled(tensors: list[Tensor]) -> list[Tensor]:
+        torch._foreach_mul_(tensors, 0.9999)
+        return tensors
+
+    def foreach_norm(tensors: list[Tensor]) -> Tensor:
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+
+    made = {
+        "shape": f"{sum(sizes) / 1e6:.4g} M fp32 elements in {len(sizes)} tensors",
+        **{"mode": "forward", "make": gradients, "compiled": False},
+    }
+    n = sum(sizes)
+    yield Work(op="l2_norm", sides={OURS: l2_norm, EAGER: foreach_norm}, num_bytes=4 * n, **made)
+    yield Work(op="scale", sides={OURS: scaled, EAGER: foreach_scaled}, num_bytes=8 * n, **made)
 
 
 def attentions(toy: bool) -> Iterator[Work]:
@@ -439,7 +492,10 @@ def small(toy: bool) -> Iterator[Work]:
     )  # fmt: skip
 
 
-GROUPS = (norms, activations, ropes, losses, optimizers, attentions, experts, small)
+GROUPS = (
+    *(norms, activations, ropes, losses, optimizers, many_tensors),
+    *(attentions, experts, small),
+)
 
 
 def works(toy: bool) -> Iterator[Work]:

@@ -11,13 +11,18 @@ from benchmarks.gpu.ops import sweep, works
 from benchmarks.gpu.setting import CHECKOUT, Setting
 from benchmarks.gpu.work import OURS
 
-FILES = {"swiglu": "activation", "geglu": "activation", "moe_unpermute": "moe_permute"}
+FILES = {
+    **{"swiglu": "activation", "geglu": "activation", "moe_unpermute": "moe_permute"},
+    **{"l2_norm": "multi_tensor", "scale": "multi_tensor"},
+}
 """The kernels of an op, where its name is not theirs."""
 
 
 def has_both(op: str) -> bool:
     """Whether there are kernels in CUDA C++ besides Triton's."""
-    return (CHECKOUT / "csrc" / "cuda" / f"{FILES.get(op, op)}.cu").exists()
+    name = FILES.get(op, op)
+    kernels = (f"csrc/cuda/{name}.cu", f"accel/_triton/{name}.py")
+    return all((CHECKOUT / file).exists() for file in kernels)
 
 
 def main() -> int:

@@ -300,7 +300,9 @@ def test_one_side_alone_is_timed_and_eager_says_whether_it_is_right():
 def test_tritons_kernels_are_a_peer_where_there_are_others():
     assert has_both("rms_norm")
     assert has_both("swiglu")
+    assert has_both("scale")
     assert not has_both("attention")
+    assert not has_both("qkv_rope")
     ours, other = {"us": 1.0}, {"us": 2.0}
     row = {"op": "rope", "mode": "forward", "shape": "2 x 8", "sides": {"accel": ours}}
     by_triton = [{**row, "sides": {"accel": other}}, {**row, "mode": "backward"}]
