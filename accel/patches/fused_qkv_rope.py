@@ -66,6 +66,7 @@ def _fused(config: Any) -> Iterator[None]:
 def _is_served(self: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     from megatron.core.transformer.attention import (
         IdentityOp,
+        SelfAttention,
         _yarn_get_concentration_factor_from_config,
     )
 
@@ -78,14 +79,20 @@ def _is_served(self: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         *("test_mode", "flash_decode", "attention_output_gate", "rotary_interleaved"),
         "multi_latent_attention",
     )
-    norms = (self.q_layernorm, self.k_layernorm) if self.attention_type == "self" else ()
+    # others may cut the product in their own way
+    method = getattr(type(self), "get_query_key_value_tensors", None)
+    if method is not SelfAttention.get_query_key_value_tensors:
+        return False
     return (
-        bool(norms)
+        self.attention_type == "self"
         and isinstance(freqs, Tensor)
         and len(args) <= 2  # hidden states and mask
         and all(kwargs.get(name) is None for name in excluded)
         and not any(getattr(config, name, False) for name in options)
-        and all(norm is None or isinstance(norm, IdentityOp) for norm in norms)
+        and all(
+            norm is None or isinstance(norm, IdentityOp)
+            for norm in (self.q_layernorm, self.k_layernorm)
+        )
         and _yarn_get_concentration_factor_from_config(config) == 1.0
         and not getattr(self, "offload_qkv_linear", False)
         and config.num_query_groups >= self.world_size

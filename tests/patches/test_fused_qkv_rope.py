@@ -20,18 +20,25 @@ from .test_fused_adamw import one_rank
 from .test_values_apart import FEATURES, layer
 
 
-def attention(**changes) -> SimpleNamespace:
+def attention(**changes):
+    """As much of a layer as is asked, with changes of it or of its configuration."""
+    from megatron.core.transformer.attention import SelfAttention
+
     config = SimpleNamespace(num_query_groups=2, fused_single_qkv_rope=False)
     made = {"config": config, "attention_type": "self", "q_layernorm": None, "k_layernorm": None}
-    made |= {"world_size": 1}
+    made |= {"world_size": 1, "method": SelfAttention.get_query_key_value_tensors}
     vars(config).update({k: v for k, v in changes.items() if k not in made})
-    return SimpleNamespace(**{**made, **{k: v for k, v in changes.items() if k in made}})
+    made |= {k: v for k, v in changes.items() if k in made}
+    one = type("Layer", (), {"get_query_key_value_tensors": made.pop("method")})()
+    vars(one).update(made)
+    return one
 
 
 @pytest.mark.parametrize(
     ("changes", "given"),
     [
         ({"attention_type": "cross"}, {}),
+        ({"method": lambda self: None}, {}),
         ({"q_layernorm": torch.nn.LayerNorm(4)}, {}),
         ({"rotary_interleaved": True}, {}),
         ({"attention_output_gate": True}, {}),
