@@ -102,8 +102,9 @@ def _parts(rates: Rates, element: Element) -> list[Callable[[float], float]]:
 def measure_rates(device: torch.device) -> Rates:
     """Time copies and steps of 4 Mi elements: some tens of milliseconds, and 80 MiB of the device.
 
-    Beside a GPU the host's step is one of 512 MiB while the bus is busy in both directions, as it will be:
-    beside an H200 8 threads stepped 8.9 G elements a second of 64 MiB by themselves, and 1.7 in a step.
+    Beside a GPU the host's step is one of 512 MiB, while the bus is busy in both directions as it will be,
+    which takes some tenths of a second. (Beside an H200 8 threads stepped 8.9 G elements a second of 64 MiB
+    by themselves, and 1.7 in an optimizer's step.)
     """
     memory = PinnedMemory(device)
     host = [memory.empty(_NUMEL, torch.float32).zero_() for _ in range(4)]
