@@ -79,7 +79,7 @@ def clip_in_step(
     for optimizer in _optimizers:
         own = [id(p) for group in optimizer.param_groups for p in group["params"]]
         if own == wanted and optimizer.use_decoupled_grad == use_decoupled_grad:
-            optimizer._clip = None  # of a step that was skipped
+            optimizer.has_clipped()  # or was to, in a step that was skipped
             if coefficient < 1.0:
                 optimizer.clip(coefficient)
             return True

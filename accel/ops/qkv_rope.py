@@ -59,6 +59,10 @@ def unsupported_reason(qkv: Tensor, freqs: Tensor, head_dim: int) -> str | None:
         return f"more than {_MAX_HEADS} heads"
     if not qkv.is_contiguous():
         return f"qkv is not contiguous: strides {qkv.stride()}"
+    # which a compiled graph cannot ask
+    compiling = torch.compiler.is_compiling()
+    if not compiling and qkv.storage_offset() * qkv.element_size() % _PACK_BYTES:
+        return f"qkv begins at no multiple of {_PACK_BYTES} bytes"
     return missing_kernel("accel::qkv_rope_fwd", qkv.device.type)
 
 

@@ -14,9 +14,8 @@ Recomputation, swaps and the host's states change no number: their losses are th
 for digit. So that this can be asked, attention is Triton's on all of accel's sides: cuDNN's gradients, which
 are the fastest, are sums in another order each time. A side that is done is not done again.
 
-No side is better than its limit: a step cannot be shorter than accel fast's and the transfers of the states,
-all of which go both ways in the bus's two directions at once, and no peak is less than weights, gradients and
-states that stay on the device.
+Limits: while the device steps all states, a step is no shorter than accel fast's and the transfers of these,
+in the bus's two directions at once; no peak is less than weights, gradients and states that stay there.
 """
 
 import os

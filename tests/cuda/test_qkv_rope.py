@@ -75,6 +75,7 @@ class TestKernel:
             (lambda: (draw(4, 1, 512, 3 * 8), angles(4, 8), 8), "more than 1023 heads"),
             (lambda: (draw(4, 2, 3, 4 * 16).double(), angles(4, 16), 16), "dtype torch.float64"),
             (lambda: (draw(2, 4, 3, 64).transpose(0, 1), angles(4, 16), 16), "not contiguous"),
+            (lambda: (draw(385)[1:].view(2, 1, 3, 64), angles(4, 16), 16), "no multiple of 16"),
         ],
     )
     def test_what_it_leaves_to_rope(self, make, reason):
