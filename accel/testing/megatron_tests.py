@@ -21,7 +21,6 @@ is 1 if a test fails that is not there, or one that is there passes; `sometimes`
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import fnmatch
@@ -33,6 +32,7 @@ import signal
 import sys
 import time
 import tomllib
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from packaging.version import Version
 
 from accel.testing import bench, megatron_plugin
 from accel.testing.distributed import free_port
+from accel.testing.megatron_arguments import read_docstrings_once
 from accel.testing.megatron_plugin import RESULTS
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +113,7 @@ def read(kept: Path) -> FileResult | None:
     return FileResult(**json.loads(kept.read_text())) if kept.exists() else None
 
 
-def run_or_read(checkout: Path, file: Path, folder: Path, limits: argparse.Namespace) -> FileResult:
+def run_or_read(checkout: Path, file: Path, folder: Path, limits: Namespace) -> FileResult:
     """What `folder` holds of this file at this commit; else run it."""
     kept, commit = kept_at(checkout, file, folder), bench.commit()
     if result := read(kept):
@@ -125,7 +126,7 @@ def run_or_read(checkout: Path, file: Path, folder: Path, limits: argparse.Names
     return result
 
 
-def run_file(checkout: Path, file: Path, results: Path, limits: argparse.Namespace) -> FileResult:
+def run_file(checkout: Path, file: Path, results: Path, limits: Namespace) -> FileResult:
     """Run the tests of one file; go on after a test that stops a rank, with those behind it."""
     result = FileResult(str(file.relative_to(checkout / "tests" / "unit_tests")), None, 0.0)
     for old in results.parent.glob(f"{results.name}.log.*"):
@@ -190,7 +191,7 @@ def _why_stopped(status: int) -> str:
 
 
 def _fork_rank(
-    rank: int, port: int, checkout: Path, file: Path, results: Path, limits: argparse.Namespace
+    rank: int, port: int, checkout: Path, file: Path, results: Path, limits: Namespace
 ) -> int:
     pid = os.fork()
     if pid:
@@ -286,7 +287,7 @@ def _worse(result: FileResult, test: str, outcome: str, reason: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make test-megatron")
+    parser = ArgumentParser(prog="make test-megatron")
     parser.add_argument("checkout", type=Path, help="a clone of Megatron-LM at a supported version")
     parser.add_argument("--only", default="", help="files whose path contains this")
     parser.add_argument("--results", type=Path, default=ROOT / ".cache" / "megatron-tests")
@@ -576,6 +577,8 @@ def _prepare(plain: bool) -> None:
     megatron_plugin.have_no_flash_attention()
     megatron_plugin.reuse_groups()
     megatron_plugin.spawn_from_a_server()
+    read_docstrings_once()
+    importlib.import_module("megatron.training.arguments").add_megatron_arguments(ArgumentParser())
 
 
 if __name__ == "__main__":

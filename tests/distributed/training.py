@@ -4,7 +4,6 @@ compared with."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import io
 import os
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 from filelock import FileLock
+
+from accel.testing.megatron_arguments import read_docstrings_once
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
 ITERATIONS = 20
@@ -78,7 +79,7 @@ def train(flags: list[str]) -> str:
     Megatron prints the loss on the last rank; the others return lines without it.
     """
     if "megatron.training" in sys.modules:  # the first run imports it behind accel, as users do
-        _read_docstrings_once()
+        read_docstrings_once()
     printed = io.StringIO()
     argv, sys.argv = sys.argv, [str(SCRIPT), *_model(flags), *flags]
     try:
@@ -129,22 +130,6 @@ def _model(flags: list[str]) -> list[str]:
     """Megatron takes no groups of queries beside multi-latent attention."""
     latent = "--multi-latent-attention" in flags
     return [word for word in MODEL if not (latent and word == "--group-query-attention")]
-
-
-@functools.cache
-def _read_docstrings_once() -> None:
-    """Megatron parses the source of its configs for the help of its flags, twice a run: a quarter of it."""
-    from megatron.training.argument_utils import ArgumentGroupFactory
-
-    read = ArgumentGroupFactory._get_field_docstrings
-    known: dict[type, dict[str, str]] = {}
-
-    def docstrings(self: ArgumentGroupFactory, config: type) -> dict[str, str]:
-        if config not in known:
-            known[config] = read(self, config)
-        return known[config]
-
-    ArgumentGroupFactory._get_field_docstrings = docstrings
 
 
 def _forget_megatron() -> None:
