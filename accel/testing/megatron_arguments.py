@@ -7,8 +7,8 @@ import functools
 
 @functools.cache
 def read_docstrings_once() -> None:
-    """Megatron reads the help of its flags from the source of its configs each time that it parses them, which
-    takes a quarter of a run of the tests' size. Remember it, class by class."""
+    """Megatron reads the help of its flags from the source of its configs each time that it parses
+    them, a quarter of a run of the tests' size. Remember it, class by class."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     read = ArgumentGroupFactory._get_field_docstrings
