@@ -37,7 +37,7 @@ PARTS = (
     Part("ops", 180, ("ops.jsonl",)),
     Part("triton_ops", 60, ("triton_ops.jsonl",)),
     Part("overlap", 40, ("overlap.json",)),
-    Part("training", 120, ("training.json",)),
+    Part("training", 150, ("training.json",)),
     Part("moe", 80, ("moe.json",)),
     Part("memory", 220, ("memory.json",)),
 )

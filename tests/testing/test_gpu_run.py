@@ -233,12 +233,14 @@ def test_what_training_reaches():
         "stock": made,
         "accel fast": {**made, "ms": 100.0, "mfu": 0.65, "losses": [2.0, 1.25]},
         "accel max": {**made, "ms": 120.0, "mfu": 0.55},
+        "long step": {**made, "ms": 400.0, "mfu": 0.61, "micro_batches": 16},
         "late": {"failed": "no time left"},
     }
-    stock, fast, most, late = training_table({"sides": sides}, rehearsal=False)[2:]
+    stock, fast, most, long, late = training_table({"sides": sides}, rehearsal=False)[2:]
     assert stock.endswith("| 1.00x | 0.00e+00 |  |")
     assert fast.endswith("| 1.30x | 2.50e-01 | 1.3x met, 60% met |")
     assert most.endswith("| 1.08x | 0.00e+00 | 1.3x missed, 60% missed |")
+    assert long.endswith("|  |  | 60% met |")  # stock takes no such step
     assert "failed: no time left" in late
 
 
