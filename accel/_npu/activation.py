@@ -16,6 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from accel.ops.activation import gradient_limit
+
 __all__ = ["KERNELS", "backward", "backward_inplace", "forward"]
 
 GATED = frozenset({"swiglu", "geglu", "quick_geglu"})
@@ -179,7 +181,8 @@ def _gradient(
     gate, up = v.chunk(2, dim=-1)
     cut_gate = cut_up = None
     if clamp_value is not None:
-        cut_gate, cut_up = gate > clamp_value, up.abs() > clamp_value
+        limit = gradient_limit(clamp_value)
+        cut_gate, cut_up = gate > limit, up.abs() > limit
         gate, up = gate.clamp(max=clamp_value), up.clamp(-clamp_value, clamp_value)
     f, slope = CURVES[kind](gate)
     dgate, dup = dv * (up + offset) * slope, dv * f

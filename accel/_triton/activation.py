@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from accel._triton.launch import ceil_div, launch, next_power_of_2, num_processors
+from accel.ops.activation import gradient_limit
 
 TILE = 2048
 """Elements of y that a program takes at a time: 16 in each thread of 4 warps, two loads of 16 bytes
@@ -156,7 +157,7 @@ def _forward(
 
 @triton.jit
 def _store_gradient(
-    dy, x, bias, dx, prob_T, rows, cols, valid, num_cols, limit, offset,
+    dy, x, bias, dx, prob_T, rows, cols, valid, num_cols, limit, offset, gradient_limit,
     KIND: tl.constexpr, IS_GATED: tl.constexpr, LIMITED: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """Store a tile of dx; return its halves (the same twice if there are none) and dy y / p, in fp32.
@@ -177,8 +178,8 @@ def _store_gradient(
             dv *= prob_T[:, None]
         dgate, dup = dv * up_in * slope, dv * value
         if LIMITED:  # no gradient where the limit held
-            dgate = tl.where(gate > limit, 0.0, dgate)
-            dup = tl.where((up > limit) | (up < -limit), 0.0, dup)
+            dgate = tl.where(gate > gradient_limit, 0.0, dgate)
+            dup = tl.where((up > gradient_limit) | (up < -gradient_limit), 0.0, dup)
         at += rows[:, None] * num_cols  # rows of dx are twice as long
         tl.store(dx + at, dgate.to(dx.dtype.element_ty), mask=mask)
         tl.store(dx + at + num_cols, dup.to(dx.dtype.element_ty), mask=mask)
@@ -196,21 +197,21 @@ def _store_gradient(
 
 @triton.jit
 def _backward_tile(
-    dy, x, dx, num_rows, num_cols, limit, offset,
+    dy, x, dx, num_rows, num_cols, limit, offset, gradient_limit,
     KIND: tl.constexpr, IS_GATED: tl.constexpr, LIMITED: tl.constexpr, PRECISE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """Neither bias nor probs: nothing to sum."""
     rows, cols = _tile_of_program(num_cols, BLOCK_T, BLOCK_F)
     _store_gradient(
-        dy, x, None, dx, None, rows, cols, rows < num_rows, num_cols, limit, offset,
+        dy, x, None, dx, None, rows, cols, rows < num_rows, num_cols, limit, offset, gradient_limit,
         KIND, IS_GATED, LIMITED, PRECISE,
     )  # fmt: skip
 
 
 @triton.jit
 def _backward_rows(
-    dy, x, probs_T, dx, dprobs_T, num_rows, num_cols, limit, offset,
+    dy, x, probs_T, dx, dprobs_T, num_rows, num_cols, limit, offset, gradient_limit,
     KIND: tl.constexpr, IS_GATED: tl.constexpr, LIMITED: tl.constexpr, PRECISE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
@@ -222,7 +223,7 @@ def _backward_rows(
     for start in range(0, num_cols, BLOCK_F):
         _dgate, _dup, dot = _store_gradient(
             dy, x, None, dx, prob_T, rows, start + tl.arange(0, BLOCK_F), valid, num_cols,
-            limit, offset, KIND, IS_GATED, LIMITED, PRECISE,
+            limit, offset, gradient_limit, KIND, IS_GATED, LIMITED, PRECISE,
         )  # fmt: skip
         dots += dot
     tl.store(dprobs_T + rows, tl.sum(dots, axis=1).to(dprobs_T.dtype.element_ty), mask=valid)
@@ -230,7 +231,8 @@ def _backward_rows(
 
 @triton.jit
 def _backward_columns(
-    dy, x, bias, probs_T, dx, dbias_PN, dprobs_CT, num_rows, num_cols, rows_per_run, limit, offset,
+    dy, x, bias, probs_T, dx, dbias_PN, dprobs_CT, num_rows, num_cols, rows_per_run,
+    limit, offset, gradient_limit,
     KIND: tl.constexpr, IS_GATED: tl.constexpr, LIMITED: tl.constexpr, PRECISE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
@@ -251,7 +253,7 @@ def _backward_columns(
             prob_T = tl.load(probs_T + rows, mask=valid, other=0.0).to(tl.float32)
         dgate, dup, dot = _store_gradient(
             dy, x, bias, dx, prob_T, rows, cols, valid, num_cols,
-            limit, offset, KIND, IS_GATED, LIMITED, PRECISE,
+            limit, offset, gradient_limit, KIND, IS_GATED, LIMITED, PRECISE,
         )  # fmt: skip
         dbias_gate += dgate
         dbias_up += dup
@@ -276,6 +278,8 @@ class _Call(NamedTuple):
     """Of y."""
     limits: tuple[float, float]
     """The clamp value, infinity for none, and the offset."""
+    gradient_limit: float
+    """What is beyond it has no gradient."""
     options: dict[str, Any]
 
     @property
@@ -343,6 +347,7 @@ def _call(
         x.shape[:-1].numel(),
         num_cols,
         (float("inf") if clamp_value is None else clamp_value, offset),
+        gradient_limit(clamp_value),
         options,
     )
 
@@ -387,7 +392,7 @@ def _launch_columns(
         _backward_columns, (num_runs * col_tiles,),
         dy, call.x, call.bias, call.probs_T, dx, dbias_PN, dprobs_CT,
         call.num_rows, call.num_cols, tiles_per_run * call.options["BLOCK_T"], *call.limits,
-        **call.options,
+        call.gradient_limit, **call.options,
     )  # fmt: skip
     dbias = dbias_PN.sum(0).to(call.bias.dtype)
     if probs is None or dprobs_CT is None:
@@ -414,7 +419,7 @@ def _backward_into(
     if bias is not None:
         return _launch_columns(call, dx, dy, probs)
     rows, cols = call.num_tiles
-    sizes = (call.num_rows, call.num_cols, *call.limits)
+    sizes = (call.num_rows, call.num_cols, *call.limits, call.gradient_limit)
     if probs is None:
         launch(_backward_tile, (rows * cols,), dy, x, dx, *sizes, **call.options)
         return x.new_empty(0), x.new_empty(0)

@@ -12,7 +12,7 @@ Letters     T  rows, the product of all dimensions of x but the last;   F  colum
             c  clamp value, none by default;   o  offset of the linear half, 0 by default
             p  a factor per row, the routing probability of a MoE's token, 1 by default
 Gradients   dx, dbias = sum of dx over rows, dp = sum over columns of dy y / p. The gradient of a
-            clamped value is 0; at the clamp value itself it is passed on, as torch does.
+            clamped value is 0; at the clamp value itself as torch does (`gradient_limit`).
 Dtypes      x, y, dy, dx, bias, dbias: float32, bfloat16 or float16, all the same. p and dp: that or
             float32. All arithmetic and every sum is fp32; rounded once, on the way out. For results
             of 16 bits e^v may be 2^-18 off.
@@ -27,6 +27,7 @@ Limits      `unsupported_reason`. Non-contiguous x or dy is copied first; y is c
             A second derivative raises.
 """
 
+import struct
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -41,12 +42,14 @@ __all__ = [
     "activation_ref",
     "bias_gelu",
     "geglu",
+    "gradient_limit",
     "squared_relu",
     "swiglu",
     "unsupported_reason",
 ]
 
 FLOAT_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+CLAMP_PASSES_AT_LIMIT = [int(part) for part in torch.__version__.split(".")[:2]] < [2, 14]
 
 
 def _quick_gelu(v: Tensor) -> Tensor:
@@ -88,6 +91,22 @@ def activation_ref(
     if probs is not None:
         y = y * probs.reshape(*x.shape[:-1], 1)
     return y.to(x.dtype)
+
+
+def gradient_limit(clamp_value: float | None) -> float:
+    """The largest fp32 number that, clamped, passes its gradient on; infinity if nothing is clamped.
+
+    At the clamp value itself torch passes it on before 2.14, and no longer.
+    """
+    if clamp_value is None or clamp_value > torch.finfo(torch.float32).max:
+        return float("inf")
+    if CLAMP_PASSES_AT_LIMIT:
+        return clamp_value
+    if clamp_value == 0:
+        return -(2.0**-149)
+    (word,) = struct.unpack("<i", struct.pack("<f", clamp_value))
+    (below,) = struct.unpack("<f", struct.pack("<i", word - 1))
+    return below
 
 
 def unsupported_reason(x: Tensor) -> str | None:

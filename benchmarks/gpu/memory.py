@@ -1,7 +1,7 @@
 """Part memory: what the memory features save and cost, on a GPT of four layers of Llama 3 8B.
 
-The same training as part training, with a vocabulary of 32,000, as on the CPU (`bench activation_memory`), and
-16 micro-batches a step, a side after the other:
+The same training as part training, with a vocabulary of 32,000 as on the CPU (`bench activation_memory`)
+and 16 micro-batches a step, a side after the other:
 
     stock            Megatron-LM's own
     accel fast       what the sides below are compared with

@@ -13,6 +13,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include "accel/clamp.h"
 #include "accel/dtype.h"
 #include "norm.h"
 
@@ -43,6 +44,7 @@ struct ActivationBackward {
   float* dprobs;  // [T], null without probs
   int64_t num_cols;
   float limit;
+  float gradient_limit;  // what is beyond it has no gradient
   float offset;
   bool stream;
 };
@@ -200,7 +202,7 @@ ACCEL_INLINE void activation_backward_row(
   const T* dy = static_cast<const T*>(args.dy) + row * num_cols;
   const T* x = static_cast<const T*>(args.x) + row * width;
   T* dx = static_cast<T*>(args.dx) + row * width;
-  const float limit = args.limit, offset = args.offset;
+  const float limit = args.limit, gradient_limit = args.gradient_limit, offset = args.offset;
   const bool stream = args.stream;
   const float prob = args.probs ? args.probs[row] : 1.0f;
   Vec dots[2] = {};
@@ -228,9 +230,9 @@ ACCEL_INLINE void activation_backward_row(
       dgate.v[i] = kGated ? dv * u * slope : dv * slope;
       dup.v[i] = dv * value;
       if constexpr (kGated && !kPlain) {  // no gradient where the limit held
-        dgate.v[i] = gate.v[i] > limit ? Vec{} : dgate.v[i];
-        dup.v[i] = up.v[i] > limit ? Vec{} : dup.v[i];
-        dup.v[i] = up.v[i] < -limit ? Vec{} : dup.v[i];
+        dgate.v[i] = gate.v[i] > gradient_limit ? Vec{} : dgate.v[i];
+        dup.v[i] = up.v[i] > gradient_limit ? Vec{} : dup.v[i];
+        dup.v[i] = up.v[i] < -gradient_limit ? Vec{} : dup.v[i];
       }
     }
     put(dx + col, dgate, span, stream);
@@ -425,6 +427,7 @@ std::tuple<Tensor, Tensor> backward_into(
       .dprobs = probs ? dprobs.mutable_data_ptr<float>() : nullptr,
       .num_cols = call.num_cols,
       .limit = call.limit,
+      .gradient_limit = gradient_limit(call.limit),
       .offset = call.offset,
       .stream = !in_place && call.should_stream(dx)};  // in place, the lines are in the cache
   auto* kernel = activation_kernel(

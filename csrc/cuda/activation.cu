@@ -173,8 +173,8 @@ ACCEL_DEVICE float backward_pack(const ActivationBackward& op, const Share& shar
       dot += dv * value * u;
       dv *= prob;
       // no gradient where the limit held
-      gate[i] = gate[i] > in.limit ? 0.0f : dv * u * slope;
-      dup[i] = up[i] > in.limit || up[i] < -in.limit ? 0.0f : dv * value;
+      gate[i] = gate[i] > op.gradient_limit ? 0.0f : dv * u * slope;
+      dup[i] = up[i] > op.gradient_limit || up[i] < -op.gradient_limit ? 0.0f : dv * value;
     } else {
       const auto [value, slope] = activate_with_slope<kKind, T>(gate[i]);
       dot += dv * value;

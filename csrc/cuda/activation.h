@@ -37,6 +37,7 @@ struct ActivationBackward {
   void* dbias;
   float* dprobs_tiles;  // [tiles, T]; null without probs
   void* dprobs;
+  float gradient_limit;  // what is beyond it has no gradient
 };
 
 struct ActivationGrid {

@@ -245,15 +245,30 @@ class ActivationContract(OpContract):
         assert record.message.endswith(f"using plain PyTorch: {reason}")
 
 
-class TestSwiglu(ActivationContract):
+class GatedContract(ActivationContract):
+    @needs_native
+    @pytest.mark.parametrize("clamp_value", [0.0, 1.5, 7.0])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_gradient_at_the_clamp_value_is_torchs(self, dtype, clamp_value):
+        limit = torch.tensor([clamp_value, -clamp_value], dtype=dtype)
+        values = torch.cat((limit, torch.nextafter(limit, limit * 0), limit * 1.25, limit / 2))
+        pairs = torch.cartesian_prod(values, values)  # each gate with each linear half
+        x = torch.cat((pairs[:, 0], pairs[:, 1])).reshape(1, -1).requires_grad_()
+        options = {"clamp_value": clamp_value, "offset": 0.5}
+        (got,) = torch.autograd.grad(self.op(x.to(self.device), **options).sum(), x)
+        (want,) = torch.autograd.grad(self.ref(x, **options).sum(), x)
+        torch.testing.assert_close(got, want, rtol=0.05, atol=0.01)
+
+
+class TestSwiglu(GatedContract):
     kind = "swiglu"
 
 
-class TestGeglu(ActivationContract):
+class TestGeglu(GatedContract):
     kind = "geglu"
 
 
-class TestQuickGeglu(ActivationContract):
+class TestQuickGeglu(GatedContract):
     kind = "quick_geglu"
 
 

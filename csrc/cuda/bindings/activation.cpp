@@ -8,6 +8,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
 
+#include "accel/clamp.h"
 #include "accel/cuda/op.h"
 
 namespace accel::cuda {
@@ -115,7 +116,8 @@ std::tuple<Tensor, Tensor> backward_into(
        .dbias_PN = dbias_PN.defined() ? dbias_PN.mutable_data_ptr<float>() : nullptr,
        .dbias = dbias.mutable_data_ptr(),
        .dprobs_tiles = dprobs_tiles.defined() ? dprobs_tiles.mutable_data_ptr<float>() : nullptr,
-       .dprobs = dprobs.mutable_data_ptr()},
+       .dprobs = dprobs.mutable_data_ptr(),
+       .gradient_limit = gradient_limit(in.limit)},
       queue);
   device.check_launch();
   return {dbias, dprobs};
