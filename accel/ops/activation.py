@@ -9,7 +9,8 @@
     squared_relu        f(v) = max(v, 0)^2                   So et al. 2021, arXiv:2109.08668
 
 Letters     T  rows, the product of all dimensions of x but the last;   F  columns of y
-            c  clamp value, none by default;   o  offset of the linear half, 0 by default
+            c  clamp value, rounded to the dtype of x, none by default
+            o  offset of the linear half, 0 by default
             p  a factor per row, the routing probability of a MoE's token, 1 by default
 Gradients   dx, dbias = sum of dx over rows, dp = sum over columns of dy y / p. The gradient of a
             clamped value is 0; at the clamp value itself as torch does (`gradient_limit`).
@@ -27,6 +28,7 @@ Limits      `unsupported_reason`. Non-contiguous x or dy is copied first; y is c
             A second derivative raises.
 """
 
+import math
 import struct
 from collections.abc import Callable
 from functools import partial
@@ -91,6 +93,19 @@ def activation_ref(
     if probs is not None:
         y = y * probs.reshape(*x.shape[:-1], 1)
     return y.to(x.dtype)
+
+
+def _nearest(value: float, dtype: torch.dtype) -> float:
+    """`value` >= 0 as torch converts it to `dtype`, through fp32; what is out of its range as it is.
+
+    By arithmetic alone, which torch.compile can trace; a tensor's `item` it cannot.
+    """
+    for info in (torch.finfo(torch.float32), torch.finfo(dtype)):
+        if 0 < value <= info.max:
+            _, exponent = math.frexp(value)
+            step = info.eps * max(2.0 ** (exponent - 1), info.smallest_normal)
+            value = round(value / step) * step
+    return value
 
 
 def gradient_limit(clamp_value: float | None) -> float:
@@ -247,6 +262,8 @@ def _activation(
     if reason := unsupported_reason(x):
         log_fallback(op, reason)
         return activation_ref(kind, x, bias, probs, clamp_value, offset)
+    if clamp_value is not None:  # torch's clamp compares with what x's dtype holds of it
+        clamp_value = _nearest(clamp_value, x.dtype)
     inplace_grad = inplace_grad and not torch.compiler.is_compiling()
     return _forward(x, bias, probs, kind, clamp_value, offset, inplace_grad)
 

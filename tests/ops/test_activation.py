@@ -1,16 +1,17 @@
 """SwiGLU, GEGLU, GELU and squared ReLU: see `OpContract`."""
 
 import logging
+import math
 from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from accel.ops import bias_gelu, geglu, squared_relu, swiglu
 from accel.ops._dispatch import _log_fallback_once
-from accel.ops.activation import GATED, activation_ref, unsupported_reason
+from accel.ops.activation import GATED, _nearest, activation_ref, unsupported_reason
 from tests.ops.contract import Inputs, OpContract, laid_out, needs_native
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -247,7 +248,7 @@ class ActivationContract(OpContract):
 
 class GatedContract(ActivationContract):
     @needs_native
-    @pytest.mark.parametrize("clamp_value", [0.0, 1.5, 7.0])
+    @pytest.mark.parametrize("clamp_value", [0.0, 1.3, 1.5, 1.7, 7.0])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_gradient_at_the_clamp_value_is_torchs(self, dtype, clamp_value):
         limit = torch.tensor([clamp_value, -clamp_value], dtype=dtype)
@@ -258,6 +259,16 @@ class GatedContract(ActivationContract):
         (got,) = torch.autograd.grad(self.op(x.to(self.device), **options).sum(), x)
         (want,) = torch.autograd.grad(self.ref(x, **options).sum(), x)
         torch.testing.assert_close(got, want, rtol=0.05, atol=0.01)
+
+    @needs_native
+    def test_clamp_value_that_x_cannot_hold_compiles_as_one_graph(self):
+        def op(x):
+            return self.op(x, clamp_value=1.7)
+
+        x = torch.linspace(-3, 3, 64).bfloat16().reshape(2, 32).to(self.device)
+        torch._dynamo.reset()
+        compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), op(x))
 
 
 class TestSwiglu(GatedContract):
@@ -278,6 +289,22 @@ class TestBiasGelu(ActivationContract):
 
 class TestSquaredRelu(ActivationContract):
     kind = "squared_relu"
+
+
+@given(
+    value=st.floats(0, allow_nan=False, allow_subnormal=True) | st.floats(0, 4),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_nearest_is_what_torch_rounds_to(value, dtype):
+    assume(value <= torch.finfo(dtype).max)
+    assert (
+        _nearest(value, dtype) == torch.tensor(value, dtype=torch.float64).float().to(dtype).item()
+    )
+
+
+def test_nearest_leaves_what_is_beyond_the_range():
+    assert _nearest(1e6, torch.float16) == 1e6
+    assert _nearest(math.inf, torch.float32) == math.inf
 
 
 KINDS = {
