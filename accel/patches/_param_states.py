@@ -55,6 +55,14 @@ class ParamStates:
         if held:
             optimizer.put(param, {name: named[name].view_as(held[name]) for name in held})
 
+    def settle(self) -> None:
+        """Wait for masters that are on their way to the model, as an optimizer's step may leave them."""
+        for chunk in self.model:
+            for name in ("bucket_groups", "expert_parallel_bucket_groups"):
+                for group in getattr(chunk, name, ()):
+                    if group.param_gather_handle is not None:
+                        group.start_param_sync(force_sync=True)
+
     def publish(self) -> None:
         """Give the model the masters that were put."""
         for optimizer in self.optimizers:
@@ -81,7 +89,7 @@ class _Whole:
         main = getattr(param, "main_param", None)
         main = param if main is None else main
         state = {} if self.optimizer is None else self.optimizer.optimizer.state.get(main, {})
-        return {"param": main.data, **{name: state[name] for name in _NAMES if name in state}}
+        return {"param": main.data, **_moments(state, param)}
 
     def put(self, param: Tensor, states: dict[str, Tensor]) -> None:
         for name, old in self.held(param).items():
@@ -111,8 +119,8 @@ class _Sharded(_Whole):
     def held(self, param: Tensor) -> dict[str, Tensor]:
         if param not in self.optimizer.model_param_group_index_map:
             return {}
-        states = self.optimizer._get_main_param_and_optimizer_states(param)
-        return {name: states[name].detach() for name in _NAMES if name in states}
+        states = dict(self.optimizer._get_main_param_and_optimizer_states(param))
+        return {"param": states.pop("param").detach(), **_moments(states, param)}
 
     def put(self, param: Tensor, states: dict[str, Tensor]) -> None:
         kept = self.optimizer._get_main_param_and_optimizer_states(param)
@@ -128,6 +136,20 @@ class _Sharded(_Whole):
 
 
 _FROZEN = _Whole(None)
+
+
+def _moments(state: dict[str, Any], param: Tensor) -> dict[str, Tensor]:
+    """Raises ValueError for an optimizer that keeps something else of each element than Adam does."""
+    found = {}
+    for name, value in state.items():
+        if name in _NAMES:
+            found[name] = value.detach()
+        elif isinstance(value, Tensor) and value.numel() > 1:
+            raise ValueError(
+                f"the {name} {list(value.shape)} of a parameter {list(param.shape)} cannot be moved from "
+                "rank to rank; --optimizer adam makes states that can"
+            )
+    return found
 
 
 def _kind_of(optimizer: Any) -> _Whole:

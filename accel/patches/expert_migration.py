@@ -15,7 +15,7 @@ expert's number, as in ``moe_load_report``, is counted by the new one.
 Where single micro-batches are uneven and many are not, ``hot_experts`` helps and this does not.
 
 **Not with** ``--moe-router-num-groups``, where an expert's number says which group it is in, FP8 or FP4
-parameters, FSDP, offloaded optimizers, or CUDA graphs that capture routers.
+parameters, FSDP, offloaded, layer-wise or other optimizers than Adam, or CUDA graphs that capture routers.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ def migrate(model: Sequence[Any], states: ParamStates, orders: dict[int, list[in
     Args:
         orders: layer -> which expert each slot gets; the same on all ranks.
     """
+    states.settle()
     for layer, router, experts in _moe_layers(model):
         if layer in orders:
             _move_experts(experts, states, orders[layer])
@@ -221,6 +222,9 @@ def refused(context: Context) -> str | None:
         args, "moe_router_topk_limited_devices", None
     ):
         return "with groups of experts an expert's number says which group it is in"
+    optimizer = getattr(args, "optimizer", "adam")
+    if optimizer != "adam":
+        return f"--optimizer {optimizer}: only Adam's moments can go along"
     for name in (
         "fp8",
         "fp4",
@@ -228,6 +232,7 @@ def refused(context: Context) -> str | None:
         "use_torch_fsdp2",
         "optimizer_cpu_offload",
         "moe_enable_routing_replay",
+        "use_layer_wise_distributed_optimizer",
     ):
         if getattr(args, name, None):
             return f"not with --{name.replace('_', '-')}"

@@ -40,6 +40,8 @@ ROUNDED = {
 FOUR = {
     "two_replicas_sharded": f"{EP2} --moe-grouped-gemm {SHARDED}",
     "pp2": f"{EP2} --pipeline-model-parallel-size 2 {LOCAL}",
+    "gathered_in_the_step": f"{EP2} --moe-grouped-gemm {SHARDED} --pipeline-model-parallel-size 2 "
+    "--num-virtual-stages-per-pipeline-rank 2 --overlap-param-gather-with-optimizer-step --ckpt-format torch",
     "split_experts": f"{EP2} --tensor-model-parallel-size 2 --sequence-parallel "
     f"--expert-tensor-parallel-size 2 {LOCAL}",
 }

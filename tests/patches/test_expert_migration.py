@@ -53,6 +53,8 @@ def test_averages_before_it_moves() -> None:
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
+        ({"optimizer": "sgd"}, "--optimizer sgd"),
+        ({"use_layer_wise_distributed_optimizer": True}, "layer-wise"),
         ({}, None),
     ],
 )
@@ -103,6 +105,20 @@ def test_refuses_an_optimizer_that_it_does_not_know() -> None:
 
     with pytest.raises(ValueError, match=r"Strange cannot be moved .* --use-distributed-optimizer"):
         ParamStates([], Strange())
+
+
+def test_refuses_states_that_adam_does_not_keep() -> None:
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    sgd = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    weight.grad = torch.ones(3)
+    sgd.step()
+    config = SimpleNamespace(fp16=False, bf16=False, optimizer_cpu_offload=False)
+    optimizer = FP32Optimizer.__new__(FP32Optimizer)
+    optimizer.optimizer, optimizer.config = sgd, config
+    with pytest.raises(ValueError, match=r"the momentum_buffer \[3\] .* --optimizer adam"):
+        ParamStates([], optimizer).whole(weight)
 
 
 def test_refuses_experts_in_one_tensor() -> None:
