@@ -60,6 +60,9 @@ _HERE = "accel.patches.context_parallel"
 _ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 _GROUPS = "accel_context_groups"
 
+ON: list[RingSettings] = []
+"""One, or none."""
+
 ALGORITHMS = {
     "megatron_cp_algo": "p2p",
     "ulysses_cp_algo": "a2a",
@@ -95,8 +98,18 @@ def split_over_ranks(init: Callable[..., None]) -> Callable[..., None]:
         comm_type = bound.arguments.get("cp_comm_type") or "p2p"
         setattr(self, _GROUPS, _groups(bound.arguments.get("pg_collection"), comm_type))
         self.accel_cp_comm_type = comm_type
+        self.register_forward_pre_hook(_only_while_on)
 
     return __init__
+
+
+def _only_while_on(module: Any, inputs: Any) -> None:
+    if not ON:
+        ranks = module.config.context_parallel_size
+        raise RuntimeError(
+            f"context_parallel is off by now: upstream's attention, built for sequences that are split over "
+            f"{ranks} ranks, would see the keys of its own rank alone; switch the feature on again"
+        )
 
 
 def _groups(collection: Any, comm_type: str) -> ContextGroups | None:
@@ -315,7 +328,14 @@ def switch_on(
     keep: Any = "none",
     keep_interval: int = 0,
 ) -> Callable[[], None]:
-    return switch_on_ring(RingSettings(window, keep, keep_interval))
+    ON[:] = [RingSettings(window, keep, keep_interval)]
+    ring_off = switch_on_ring(ON[0])
+
+    def switch_off() -> None:
+        ON.clear()
+        ring_off()
+
+    return switch_off
 
 
 FEATURE = Feature(

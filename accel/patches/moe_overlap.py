@@ -23,6 +23,7 @@ hooks on them: those layers run as stock's, and a line says why.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,6 +45,9 @@ from accel.upstream import SUPPORTED_RANGE
 _HERE = "accel.patches.moe_overlap"
 _LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+
+_RELIEVED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Layers whose dispatcher does not compute the shared experts."""
 
 
 def unserved(layer: Any) -> str | None:
@@ -131,6 +135,7 @@ def beside_the_journey(original: Callable[..., Any]) -> Callable[..., Any]:
         if self.use_shared_expert and self.shared_expert_overlap:
             # upstream's own way is for its all-to-alls
             self.token_dispatcher.shared_experts = None if served(self) else self.shared_experts
+            _RELIEVED.add(self)
         if not self.use_shared_expert or not served(self):
             return original(self, hidden_states)
         whole = _whole_shared if self.shared_expert_overlap else original
@@ -228,6 +233,18 @@ def idle(context: Context) -> str | None:
     return "there is one expert-parallel rank" if ranks == 1 else None
 
 
+def switch_on(slices: int) -> Callable[[], None]:
+    off = overlap.switch_on(slices)
+
+    def switch_off() -> None:
+        off()
+        for layer in _RELIEVED:
+            layer.token_dispatcher.shared_experts = layer.shared_experts
+        _RELIEVED.clear()
+
+    return switch_off
+
+
 def _wrap(target: str, replacement: str, expects: Sequence[str], why: str) -> Patch:
     return Patch(
         target=target,
@@ -256,7 +273,7 @@ FEATURE = Feature(
             default=4,
         ),
     ),
-    switch_on=overlap.switch_on,
+    switch_on=switch_on,
     patches=(
         _wrap(
             f"{_DISPATCHER}.preprocess",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from itertools import pairwise, product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from accel.parallel.context import (
 )
 from accel.parallel.context.attention import _say_once
 from accel.parallel.context.heads import HeadShares, gather_tokens, scatter_tokens
+from accel.patches import context_parallel
 from accel.testing.distributed import under_torchrun
 
 HEADS, WIDTH_QK, WIDTH_V, BATCH = 4, 24, 16, 2
@@ -383,3 +385,22 @@ def test_one_rank_is_no_group() -> None:
     assert layer.context_groups is not None
     layer.set_context_parallel_group(None, None, None)
     assert layer.context_groups is None
+
+
+@pytest.mark.distributed(world_size=2)
+def test_upstreams_attention_does_not_run_on_its_own_keys_once_the_feature_is_off() -> None:
+    class Upstreams(torch.nn.Module):
+        @context_parallel.split_over_ranks
+        def __init__(self, config: Any, pg_collection: Any = None) -> None:
+            super().__init__()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    config = SimpleNamespace(context_parallel_size=2)
+    module, x = Upstreams(config, SimpleNamespace(cp=dist.group.WORLD)), torch.ones(1)
+    off = context_parallel.switch_on()
+    assert module(x) is x
+    off()
+    with pytest.raises(RuntimeError, match="over 2 ranks, would see the keys of its own"):
+        module(x)

@@ -157,3 +157,20 @@ def test_layers_that_run_as_stock_say_why() -> None:
     dispatcher = SimpleNamespace(tp_size=1)
     layer = SimpleNamespace(config=SimpleNamespace(), token_dispatcher=dispatcher)
     assert moe_overlap.unserved(layer) == "the dispatcher SimpleNamespace"
+
+
+def test_switched_off_the_dispatcher_has_its_shared_experts_back(monkeypatch) -> None:
+    monkeypatch.setattr(moe_overlap, "served", lambda layer: True)
+
+    class Layer:
+        use_shared_expert = shared_expert_overlap = True
+        layer_number = 1
+        shared_experts = object()
+
+    layer = Layer()
+    layer.token_dispatcher = SimpleNamespace(shared_experts=layer.shared_experts)
+    off = moe_overlap.switch_on(2)
+    moe_overlap.beside_the_journey(lambda self, hidden_states: None)(layer, None)
+    assert layer.token_dispatcher.shared_experts is None
+    off()
+    assert layer.token_dispatcher.shared_experts is layer.shared_experts
