@@ -155,7 +155,8 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layout: Layout = ctx.layout
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        needs_weight = needs_weight and not _left_to_others(ctx.weight, dy, x, layout)
+        taken = needs_weight and layout.taken is not None and layout.taken(dy)
+        needs_weight = needs_weight and not taken and not _put_off(ctx.weight, dy, x, layout)
         dx = waiting = None
         if needs_weight:
             x, waiting = _gathered(x, layout, async_op=True)
@@ -174,6 +175,8 @@ class _Linear(torch.autograd.Function):
         dw = None
         if needs_weight:
             dw = _weight_gradient(ctx.weight, dy.reshape(-1, dy.shape[-1]), x, layout)
+        elif taken and layout.into_main_grad and split_backward.current() is None:
+            dw = weight_gradient_added(ctx.weight)
         db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.has_bias and needs_bias else None
         if waiting is not None:
             waiting.wait()
@@ -209,7 +212,7 @@ class _OverlappedRow(torch.autograd.Function):
             dy, _ = gather_rows(dy, layout.group)
         if needs_x and plan is None:
             dx = dy.matmul(weight)
-        if needs_weight and not _left_to_others(ctx.weight, dy, x, layout):
+        if needs_weight and not _put_off(ctx.weight, dy, x, layout):
             dw = _weight_gradient(ctx.weight, dy.reshape(-1, dy.shape[-1]), x, layout)
         return dx, dw, None
 
@@ -257,11 +260,8 @@ def _matmul_reduce(x: Tensor, w: Tensor, layout: Layout, plan: Plan) -> Tensor:
     return product(x, w, layout.group, plan)
 
 
-def _left_to_others(weight: Any, dy: Tensor, x: Tensor, layout: Layout) -> bool:
-    """Whether the weight gradient is computed elsewhere: left to the weights' part of a split backward, if
-    this is its input part."""
-    if layout.taken is not None and layout.taken(dy):
-        return True
+def _put_off(weight: Any, dy: Tensor, x: Tensor, layout: Layout) -> bool:
+    """Leave the weight gradient to the weights' part of a split backward, if this is its input part."""
     part = split_backward.current()
     if part is None or layout.delayed is not None or not weight.is_leaf:
         return False

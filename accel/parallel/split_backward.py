@@ -97,6 +97,8 @@ class WeightPart:
         self._uses[id(weight)] -= 1
         if (gradient := work()) is not None:
             found = sums.get(id(weight))
+            if found is not None and found.is_sparse:  # add_ takes a sparse one on its right alone
+                found, gradient = gradient, found
             sums[id(weight)] = gradient if found is None else found.add_(gradient)
 
 

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "megatrons_order": ("dense", VPP2, ["--accel-schedule", "interleaved"]),
     "1f1b": ("tied", PP2, ["--accel-schedule", "interleaved"]),
     "zb_h1_tied": ("tied", f"{PP2} --eval-interval 2 --eval-iters 2", H1),
+    "zb_h1_tied_mtp": ("tied", f"{PP2} --mtp-num-layers 1", H1),
     "zb_h1_moe_grouped": ("moe", f"{PP2} --moe-grouped-gemm", H1),
     "zb_h1_without_fusion": ("dense", f"{PP2} --no-gradient-accumulation-fusion", H1),
     "zb_h1_recomputed_mtp": (

@@ -34,6 +34,11 @@ FOUR: dict[str, tuple[str, str, list[str]]] = {
         " --defer-embedding-wgrad-compute",
         THREE,
     ),
+    "pp2_deferred_embedding_overlaps_its_reduction": (
+        "dense",
+        f"{TP2} --pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute --overlap-grad-reduce",
+        THREE,
+    ),
     "pp2_zb_h1": (
         "dense",
         f"{TP2} {LOCAL} --pipeline-model-parallel-size 2",
