@@ -73,14 +73,17 @@ def clip_in_step(
         use_decoupled_grad: which attribute the gradients are in.
 
     Returns:
-        Whether there is one that does; else nothing was done.
+        Whether there is one that does, and no second one of the same parameters; else nothing is clipped.
     """
     wanted = list(map(id, parameters))
+    found = []
     for optimizer in _optimizers:
         own = [id(p) for group in optimizer.param_groups for p in group["params"]]
         if own == wanted and optimizer.use_decoupled_grad == use_decoupled_grad:
             optimizer.has_clipped()  # or was to, in a step that was skipped
-            if coefficient < 1.0:
-                optimizer.clip(coefficient)
-            return True
-    return False
+            found.append(optimizer)
+    if len(found) != 1:
+        return False
+    if coefficient < 1.0:
+        found[0].clip(coefficient)
+    return True

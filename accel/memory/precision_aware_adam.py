@@ -119,6 +119,13 @@ class PrecisionAwareAdam(ClipsInStep, torch.optim.Adam):
         )
         self.can_clip_in_step()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's AdamW does: Transformer Engine's groups do not say how weights decay."""
+        super().__setstate__(state)
+        if self.defaults["decoupled_weight_decay"]:
+            for group in self.param_groups:
+                group["decoupled_weight_decay"] = True
+
     @staticmethod
     def _check_dtype(name: str, dtype: torch.dtype, allowed: set[torch.dtype]) -> None:
         if dtype not in allowed:

@@ -153,8 +153,9 @@ def without_main_params(init: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if isinstance(self.optimizer, PrecisionAwareAdam) and not self.is_stub_optimizer:
-            for param in (p for group in self.model_float16_groups for p in group):
-                if param.main_param is None:  # then upstream takes the weights themselves
+            for param in (p for buffer in self.buffers for p in buffer.params):
+                # of other ranks' shards too: then upstream takes the weights themselves, whole on each rank
+                if getattr(param, "main_param", self) is None:
                     del param.main_param
 
     return __init__

@@ -16,6 +16,9 @@ parameter's state. The checkpoint code has five faults with it:
 * likewise for what was saved so, by the optimizers that are not distributed; here it is 0, if the moments are
   0 too.
 
+An optimizer of accel's counts by parameter beside Transformer Engine too, whose own counts by group: there
+the groups are saved with that count.
+
 An optimizer without a step count, as Lion beside Muon, is asked for it as well, and fails; here it is saved
 and loaded without one, as with Apex.
 """
@@ -110,7 +113,7 @@ def with_a_step_count(state_dict: Callable[[Any], Any]) -> Callable[[Any], Any]:
         optimizer = self.optimizer
         started = any("step" in state for state in optimizer.state.values())
         if started or not _is_asked(optimizer):
-            return state_dict(self)
+            return _counted_by_group(optimizer, state_dict(self))
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # upstream looks at all states for the count, and passes none of them on
         steps = 0 if parameters else getattr(self, "accel_step_count", 0)
@@ -126,9 +129,23 @@ def with_a_step_count(state_dict: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if not _counts_steps(optimizer):  # with Apex or Transformer Engine it would have none
             for group in saved["optimizer"]["param_groups"]:
                 group.pop("step", None)
-        return saved
+            return saved
+        return _counted_by_group(optimizer, saved, steps)
 
     return with_step_count
+
+
+def _counted_by_group(optimizer: Any, saved: Any, steps: float = 0) -> Any:
+    """With the step count in the groups also where upstream believes that it is there: beside Apex and
+    Transformer Engine, if the optimizer is torch's Adam or derives from it."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    if distrib_optimizer.HAVE_APEX_OR_TE and isinstance(optimizer, torch.optim.Adam):
+        counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
+        step = max(counts, default=float(steps))
+        for group in saved["optimizer"]["param_groups"]:
+            group.setdefault("step", step)
+    return saved
 
 
 def _is_asked(optimizer: Any) -> bool:
@@ -166,6 +183,9 @@ def step_counts_apart(load_state_dict: Callable[[Any, Any], None]) -> Callable[[
         self.accel_step_count = int(step)
         for state in self.optimizer.state.values():
             state["step"] = torch.tensor(step)
+        if isinstance(self.optimizer, torch.optim.Adam):
+            for group in self.optimizer.param_groups:  # nobody counts there
+                group.pop("step", None)
         if not counts:
             for uncounted in (*self.optimizer.state.values(), *self.optimizer.param_groups):
                 uncounted.pop("step", None)

@@ -3,6 +3,8 @@ across checkpoints that one side writes and the other goes on from in another la
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from accel.testing.distributed import launch, under_torchrun
 
 from .against_stock import FreshStore, check_checkpoints, check_training
 from .test_resume import numbers
-from .training import MODEL, SCRIPT
+from .training import MODEL, SCRIPT, train
 
 WITHOUT_TIES = Path(__file__).with_name("stock_without_ties.py")
 SHARED, STOCK = ["--accel-shared-weights"], ["--no-accel-shared-weights"]
@@ -54,6 +56,24 @@ def test_trains_as_stock(layout: str, fresh_store: FreshStore) -> None:
 @pytest.mark.distributed(world_size=2)
 def test_each_goes_on_from_the_others_checkpoint(case: str, fresh_store: FreshStore) -> None:
     check_checkpoints(case, *CHECKPOINTS[case], SHARED, STOCK, fresh_store)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_norm_of_the_weights_is_stocks(fresh_store: FreshStore) -> None:
+    """That of the weights in bf16, where stock has the masters' in fp32."""
+    flags = ["--bf16", "--use-distributed-optimizer", "--log-params-norm", "--train-iters", "2"]
+    ours, stock = (
+        [float(norm) for norm in re.findall(r"params norm: (\S+) ", printed)]
+        for switch in (SHARED, STOCK)
+        for printed in [_printed([*flags, *switch], fresh_store)]
+    )
+    assert ours == pytest.approx(stock, rel=1e-3)
+    assert len(stock) == 2 * (int(os.environ["RANK"]) == 1)
+
+
+def _printed(flags: list[str], fresh_store: FreshStore) -> str:
+    fresh_store()
+    return train(flags)
 
 
 @pytest.mark.skipif(under_torchrun(), reason="launches its own ranks")

@@ -164,6 +164,17 @@ def test_a_state_dict_resumes_to_the_bit(moments: torch.dtype) -> None:
         assert same, name
 
 
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_loaded_groups_need_not_say_how_weights_decay(adam_w_mode: bool) -> None:
+    """Transformer Engine's do not."""
+    optimizer = made(parameter(torch.bfloat16), adam_w_mode=adam_w_mode)
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        del group["decoupled_weight_decay"]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is adam_w_mode
+
+
 def test_a_state_of_another_dtype_is_refused_by_name() -> None:
     param = parameter(torch.bfloat16)
     optimizer = made(param)

@@ -197,3 +197,24 @@ def test_a_hybrid_optimizer_counts_each_parameters_steps() -> None:
         step_counts_apart(load_state_dict)(SimpleNamespace(optimizer=hybrid), saved)
         hybrid.step()
         assert [hybrid.state[p]["step"].item() for p in parameters] == [8.0, 8.0]
+
+
+def test_an_adam_of_ours_resumes_beside_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose own counts by group, where upstream looks for the count then."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    for name in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER"):
+        monkeypatch.setattr(distrib_optimizer, name, True)
+    with one_rank(shared_weights=True):
+        options = {"bf16": True, "use_distributed_optimizer": True}
+        model, optimizer = build(**options)
+        (unstarted,) = {g["step"] for g in optimizer.state_dict()["optimizer"]["param_groups"]}
+        take_steps(model, optimizer, range(3))
+        saved = optimizer.state_dict()
+        _, resumed = build(**options)
+        resumed.load_state_dict(saved)
+        inner = resumed.chained_optimizers[0].optimizer
+    assert unstarted == 0
+    assert {group["step"] for group in saved["optimizer"]["param_groups"]} == {3}
+    assert {state["step"].item() for state in inner.state.values()} == {3}
+    assert not any("step" in group for group in inner.param_groups), "it would be stale"

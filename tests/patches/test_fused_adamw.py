@@ -398,6 +398,22 @@ def test_the_step_clips_and_leaves_the_gradients_alone(case: str) -> None:
             torch.testing.assert_close(of_main.view(p.shape), 0.1 * grad / norm, rtol=1e-5, atol=0)
 
 
+def test_of_two_optimizers_of_the_same_parameters_either_clips() -> None:
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    with one_rank(fused_adamw=True):
+        model, first = build()
+        config = first.chained_optimizers[0].config
+        others = [get_megatron_optimizer(config, [model]) for _ in range(6)]
+        for optimizer in (first, *others):
+            _, norm, _ = one_step(model, optimizer, 0)
+            assert norm > 1
+            states = optimizer.chained_optimizers[0].optimizer.state
+            for p, grad in zip(model.parameters(), gradients(model, 0), strict=True):
+                of_p = states[p]["exp_avg"]
+                torch.testing.assert_close(of_p, 0.1 * grad / norm, rtol=1e-5, atol=0)
+
+
 def test_a_step_that_is_skipped_leaves_nothing_to_the_next() -> None:
     with one_rank(fused_adamw=True):
         model, optimizer = build(bf16=True)
