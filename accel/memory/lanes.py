@@ -26,6 +26,9 @@ class Lanes(Protocol):
     def open(self) -> None:
         """Everything that the device was told before comes first."""
 
+    def computes_here(self) -> bool:
+        """Whether kernels that are launched now are in the lane COMPUTE."""
+
     def run(self, lane: str, work: Callable[[], None], after: Iterable[Any] = ()) -> Any:
         """Do `work` in a lane after these events; returns the event of its end."""
 
@@ -42,6 +45,9 @@ class HostLanes:
     shares_host_memory = True
 
     def open(self) -> None: ...
+
+    def computes_here(self) -> bool:
+        return True
 
     def run(self, lane: str, work: Callable[[], None], after: Iterable[Any] = ()) -> Any:
         work()
@@ -65,6 +71,9 @@ class StreamLanes:
     def open(self) -> None:
         self._streams[COMPUTE] = self._module.current_stream(self._device)
         self._opened = self._streams[COMPUTE].record_event()
+
+    def computes_here(self) -> bool:
+        return self._module.current_stream(self._device) == self._streams[COMPUTE]
 
     def run(self, lane: str, work: Callable[[], None], after: Iterable[Any] = ()) -> Any:
         if lane not in self._streams:

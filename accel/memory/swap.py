@@ -8,8 +8,9 @@
 A chain is the forward pass of one micro-batch through one chunk of a model, a group one module's part of it:
 so each chain knows what its backward pass needs next, whatever runs between. On the device stay parameters
 and their views, small tensors, small parts of large storages, outputs that :mod:`accel.memory.recompute` will
-free, and the groups that are not wanted, as the last ones, whose backward pass comes first. A storage that is
-saved more than once, by any group of a chain, is copied once.
+free, what is saved under another stream than the chain was opened under, as shared experts' beside their
+tokens' journey, and the groups that are not wanted, as the last ones, whose backward pass comes first. A
+storage that is saved more than once, by any group of a chain, is copied once.
 
 Nothing is emptied: a tensor that somebody else holds stays what it was, and merely frees no memory. A saved
 tensor that is changed in place before it was released is an error, as it is without this.
@@ -182,7 +183,8 @@ class _Group:
         self.num_bytes = 0
 
     def pack(self, tensor: Tensor) -> _Saved:
-        if _is_of_a_leaf(tensor) or not self._swap.can_go(tensor, self._keep):
+        stays = _is_of_a_leaf(tensor) or not self._swap.lanes.computes_here()
+        if stays or not self._swap.can_go(tensor, self._keep):
             return _Saved(self, tensor, None)
         storage = tensor.untyped_storage()
         if storage._cdata not in self._counted:

@@ -554,6 +554,7 @@ FEATURE = Feature(
     requires=("recompute_modules",),
     unavailable=kernels(),
     conflicts={
+        "overlap_moe_expert_parallel_comm": "layers run in pieces of Megatron's there",
         "recompute_granularity": "the plan says what is computed again",
         "recompute_norm": "the plan says what is computed again",
         "recompute_activation": "the plan says what is computed again",

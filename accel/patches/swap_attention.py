@@ -233,6 +233,7 @@ FEATURE = Feature(
     megatron=SUPPORTED_RANGE,
     benchmarks=("activation_memory",),
     conflicts={
+        "overlap_moe_expert_parallel_comm": "layers run in pieces of Megatron's there",
         "fine_grained_activation_offloading": "both move what attention saves",
         "cpu_offloading_num_layers": "both move what attention saves",
     },

@@ -24,6 +24,9 @@ class ShuffledLanes:
     def open(self) -> None:
         assert not any(self._queues.values())
 
+    def computes_here(self) -> bool:
+        return True
+
     def run(self, lane: str, work: Callable[[], None], after: Iterable[Any] = ()) -> int:
         self.count += 1
         self._queues[lane].append((self.count, work, [e for e in after if e is not None]))

@@ -414,3 +414,18 @@ def test_double_backward() -> None:
         (second,) = torch.autograd.grad(first.square().sum(), x)
         found.append(second)
     assert torch.equal(*found)
+
+
+class OnAnotherStream(HostLanes):
+    """Kernels are not launched where the chain was opened."""
+
+    def computes_here(self) -> bool:
+        return False
+
+
+def test_what_another_stream_saves_stays() -> None:
+    layers = model()
+    expected = gradients(layers, *forward(layers, None))
+    swap = swap_of(OnAnotherStream())
+    assert all(map(torch.equal, gradients(layers, *forward(layers, swap)), expected))
+    assert swap.pool.num_bytes == 0
