@@ -12,7 +12,8 @@ as there are tokens, and these are added: upstream's bits throughout.
 Under ``--gradient-accumulation-fusion`` (Megatron's default), whose promise it is that a weight's gradient
 lies in ``main_grad`` and nowhere else. Upstream's own code runs, call by call, for weights that the output
 layer shares, for those that FSDP or GTP shards, for gradients that are summed in bf16
-(``--grad-reduce-in-bf16``), and under ``--deterministic-mode``.
+(``--grad-reduce-in-bf16``), for the copy of the embeddings that multi-token prediction has on another
+pipeline stage, and under ``--deterministic-mode``.
 """
 
 from __future__ import annotations
@@ -26,10 +27,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from accel.feature import Context, Feature
+from accel.ops._dispatch import log_fallback
 from accel.parallel.linear import main_grad_of, weight_gradient_added
 from accel.patches._linear import upstream_needed
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
+
+
+def remembering_its_config(init: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``__init__``: 0.17's module keeps no configuration."""
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.accel_config = kwargs["config"]
+
+    return __init__
 
 
 class _Rows(torch.autograd.Function):
@@ -104,6 +117,9 @@ def into_main_grad(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, T
 def _is_served(module: Any) -> bool:
     weight = module.weight
     main_grad = getattr(weight, "main_grad", None)
+    if (config := getattr(module, "accel_config", None)) is None:
+        log_fallback("fused_embedding_gradient", "embeddings built before accel was on")
+        return False
     return (
         torch.is_grad_enabled()
         and weight.requires_grad
@@ -111,9 +127,10 @@ def _is_served(module: Any) -> bool:
         and main_grad.dtype == torch.float32
         and hasattr(weight, "grad_added_to_main_grad")
         and not getattr(weight, "zero_out_wgrad", False)
+        and not getattr(weight, "shared", False)
         and not upstream_needed(weight, getattr(module, "gtp_remat_size", 1))
         and not module.deterministic_mode
-        and module.config.gradient_accumulation_fusion
+        and config.gradient_accumulation_fusion
     )
 
 
@@ -139,6 +156,12 @@ FEATURE = Feature(
     requires=("gradient_accumulation_fusion",),
     idle=_idle,
     patches=(
+        Patch(
+            target="megatron.core.tensor_parallel.layers:VocabParallelEmbedding.__init__",
+            replacement="accel.patches.fused_embedding_gradient:remembering_its_config",
+            how="wrap",
+            why="Whether gradients go to main_grad is in the configuration, which 0.17 does not keep.",
+        ),
         Patch(
             target="megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
             replacement="accel.patches.fused_embedding_gradient:into_main_grad",

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from accel.feature import Context
+from accel.ops._dispatch import _log_fallback_once
 from accel.patches import fused_embedding_gradient
+from accel.upstream import SUPPORTED_MEGATRON
+from tests.versions import run_on
 
 from .test_fused_adamw import one_rank
 
@@ -104,6 +107,7 @@ def test_rows_are_added_in_the_tokens_order_whatever_the_threads() -> None:
     "change",
     [
         {"zero_out_wgrad": True},
+        {"shared": True},
         {"main_grad": torch.zeros(VOCABULARY, HIDDEN, dtype=torch.bfloat16)},
         {"__fsdp_param__": True},
         {"gradient_accumulation_fusion": False},
@@ -197,3 +201,22 @@ def test_sums_of_ids_are_those_of_the_embeddings_gradient(num_ids: int, dtype: t
     assert torch.equal(their_ids[:there], ids.unique())
     assert not sums[there:].any()
     assert not their_ids[there:].any()
+
+
+def check_served() -> None:
+    with one_rank(fused_embedding_gradient=True):
+        assert summed(embedding(), each_once())[2] is True
+
+
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
+def test_every_version_is_served(version: str) -> None:
+    run_on(version, check_served)
+
+
+def test_embeddings_from_before_it_was_on_stay_upstreams(caplog: pytest.LogCaptureFixture) -> None:
+    with one_rank():
+        module = embedding()
+    _log_fallback_once.cache_clear()
+    with one_rank(fused_embedding_gradient=True), caplog.at_level("WARNING", logger="accel"):
+        assert summed(module, each_once())[2] is False
+    assert "built before accel was on" in caplog.text
