@@ -52,7 +52,8 @@ _KINDS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def mask_kind(mask: Tensor, num_queries: int, num_keys: int) -> str:
     """What a mask (True is hidden), broadcastable to [B, 1, queries, keys], is: `causal`, `none` or
     `other`."""
-    known = _KINDS.get(mask)
+    kept = not mask.is_inference()  # those count no versions
+    known = _KINDS.get(mask) if kept else None
     if known is not None and known[0] == mask._version:
         return known[1]
     kind = "other"
@@ -67,7 +68,8 @@ def mask_kind(mask: Tensor, num_queries: int, num_keys: int) -> str:
             for first in range(0, num_queries, _ROWS_AT_ONCE)
         )
         kind = "causal" if all(causal) else "other"
-    _KINDS[mask] = (mask._version, kind)
+    if kept:
+        _KINDS[mask] = (mask._version, kind)
     return kind
 
 

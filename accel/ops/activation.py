@@ -124,10 +124,12 @@ def gradient_limit(clamp_value: float | None) -> float:
     return below
 
 
-def unsupported_reason(x: Tensor) -> str | None:
+def unsupported_reason(x: Tensor, probs: Tensor | None = None) -> str | None:
     """Why the reference runs for valid inputs; None if the kernel does."""
     if x.dtype not in FLOAT_DTYPES:
         return f"dtype {x.dtype} (the kernels take float32, bfloat16 and float16)"
+    if probs is not None and probs.dtype == torch.float64:
+        return f"probs of {probs.dtype} (the kernels take the dtype of x or float32)"
     return missing_kernel("accel::activation_fwd", x.device.type)
 
 
@@ -155,9 +157,9 @@ def _check_inputs(
                 f"{op}: probs must have shape [{num_rows}] or [{num_rows}, 1], one for each row of "
                 f"x {list(x.shape)}, got {list(probs.shape)}"
             )
-        if probs.dtype not in (x.dtype, torch.float32):
+        if probs.dtype not in (x.dtype, torch.float32, torch.float64):
             raise ValueError(
-                f"{op}: probs must be {x.dtype} like x, or torch.float32, got {probs.dtype}"
+                f"{op}: probs must be {x.dtype} like x, torch.float32 or torch.float64, got {probs.dtype}"
             )
     for name, tensor in (("bias", bias), ("probs", probs)):
         if tensor is not None and tensor.device != x.device:
@@ -259,7 +261,7 @@ def _activation(
         raise ValueError(f"{op}: clamp_value must not be negative, got {clamp_value}")
     if inplace_grad and x.is_leaf and x.requires_grad:
         raise ValueError(f"{op}: inplace_grad=True would overwrite x, which is a leaf")
-    if reason := unsupported_reason(x):
+    if reason := unsupported_reason(x, probs):
         log_fallback(op, reason)
         return activation_ref(kind, x, bias, probs, clamp_value, offset)
     if clamp_value is not None:  # torch's clamp compares with what x's dtype holds of it
@@ -283,7 +285,7 @@ def swiglu(
         x: `[..., 2F]`, any floating dtype.
         bias: `[2F]`, the dtype of x, on the device of x.
         probs: one factor per row, `[T]`, `[T, 1]` or the leading dimensions of x with or without a
-            trailing 1; the dtype of x or `torch.float32`.
+            trailing 1; the dtype of x, `torch.float32` or `torch.float64`.
         clamp_value: `gate` at most this, `up` within plus and minus this.
         inplace_grad: the gradient of x overwrites x (module docstring).
 

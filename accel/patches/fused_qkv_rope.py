@@ -79,6 +79,10 @@ def _is_served(self: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
         *("test_mode", "flash_decode", "attention_output_gate", "rotary_interleaved"),
         "multi_latent_attention",
     )
+    # upstream takes the rotation away once it is in there
+    without = getattr(config, "no_rope_freq", None)
+    if without and without[self.layer_number - 1]:
+        return False
     # others may cut the product in their own way
     method = getattr(type(self), "get_query_key_value_tensors", None)
     if method is not SelfAttention.get_query_key_value_tensors:

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.feature import Feature
+from accel.feature import Context, Feature
 from accel.ops import moe_aux_scores
+from accel.ops._dispatch import log_fallback
 from accel.ops.topk_router import unsupported_reason
 from accel.patches._kernels import kernels
 from accel.patches.moe_fusion import fused_topk_with_score_function, masked
@@ -32,7 +33,12 @@ _UTILS = "megatron.core.transformer.moe.moe_utils"
 
 
 def _served(logits: Tensor) -> bool:
-    return logits.dtype == torch.float32 and unsupported_reason(logits) is None
+    reason = unsupported_reason(logits)
+    if logits.dtype != torch.float32:
+        reason = f"logits of {logits.dtype}: --moe-router-dtype fp32 makes such as it takes"
+    if reason is not None:
+        log_fallback("fused_topk_router", reason)
+    return reason is None
 
 
 def route_with_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,6 +90,16 @@ def score_with_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
     return score
 
 
+def idle(context: Context) -> str | None:
+    args = context.args
+    if getattr(args, "num_experts", 0) is None:
+        return "there are no experts"
+    rounded = getattr(args, "bf16", False) or getattr(args, "fp16", False)
+    if rounded and getattr(args, "moe_router_dtype", "fp32") is None:
+        return "the router's logits are of 16 bits: --moe-router-dtype fp32 makes such as it takes"
+    return None
+
+
 FEATURE = Feature(
     name="fused_topk_router",
     summary="compute the router's scores, choice and probabilities by one kernel",
@@ -91,6 +107,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("topk_router",),
+    idle=idle,
     unavailable=kernels("topk_router_fwd", "moe_aux_scores_fwd"),
     patches=(
         Patch(

@@ -66,6 +66,8 @@ def sequential_reason(experts: Any) -> str | None:
         return "fp8 and fp4"
     if config.add_bias_linear:
         return "experts with biases"
+    if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
+        return "probabilities on the inputs of several experts"  # upstream refuses them
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         return "parameters sharded by GTP"
     for expert in experts.local_experts:

@@ -151,6 +151,11 @@ def takes_promises(upstream: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def whole_logits_needed(model: Any, call: dict[str, Any]) -> str | None:
     """Why this call of what `defers_logits` wraps must see its logits; None if it need not."""
     from megatron.core.config_logger import has_config_logger_enabled
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    def overridden(name: str) -> bool:
+        own = getattr(type(model), name, None)
+        return name in vars(model) or own is not getattr(LanguageModule, name, None)
 
     config = model.config
     reasons = {
@@ -161,7 +166,8 @@ def whole_logits_needed(model: Any, call: dict[str, Any]) -> str | None:
         ),
         "config_logger_dir writes whole logits": has_config_logger_enabled(config),
         "an output_processor takes them": call.get("output_processor") is not None,
-        "the model has a loss of its own": "compute_language_model_loss" in vars(model),
+        "the model has a loss of its own": overridden("compute_language_model_loss"),
+        "the model scales its logits in a way of its own": overridden("_scale_logits"),
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
     layer, tied = model.output_layer, model.share_embeddings_and_output_weights

@@ -166,7 +166,8 @@ def serve_topk(original: Callable[..., Any]) -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         choice = (use_pre_softmax, num_groups, group_topk, scaling_factor, score_function)
-        if fused and score_function == "sqrtsoftplus":
+        chosen_before = options.get("precomputed_indices") is not None  # refused with `fused`
+        if fused and score_function == "sqrtsoftplus" and not chosen_before:
             return fused_topk_with_score_function(logits, topk, *choice, expert_bias)
         return original(logits, topk, *choice, expert_bias, fused, *rest, **options)
 

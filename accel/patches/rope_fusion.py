@@ -4,9 +4,10 @@ With the flag, Megatron's configuration asks for two functions that it takes fro
 and refuses to be built without them. Here they are Megatron's own unfused functions, so the numbers
 are those of ``--no-rope-fusion``; the feature ``fused_rope`` replaces what both lead to by a kernel.
 
-Two layouts do without the flag, and say so: interleaved pairs, which Megatron allows with it from
-Transformer Engine 2.3 on, and on the CPU multi-latent attention, whose fused kernels are Triton's.
-Without the flag they come to the same functions.
+Three layouts do without the flag, and say so: interleaved pairs, which Megatron allows with it from
+Transformer Engine 2.3 on; YaRN, whose factor Megatron leaves out with it where sequences are packed; and on
+the CPU multi-latent attention, whose fused kernels are Triton's. Without the flag they come to the same
+functions.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def without_the_flag(context: Context) -> list[str]:
         )
     elif getattr(args, "rotary_interleaved", False):
         why = "Megatron wants Transformer Engine 2.3 for interleaved pairs"
+    elif getattr(args, "position_embedding_type", None) == "yarn":
+        why = "of packed sequences Megatron does not pass YaRN's factor to it"
     else:
         why = ""
     if not why:

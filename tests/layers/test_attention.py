@@ -160,6 +160,14 @@ def test_arbitrary_without_a_mask_is_an_error() -> None:
         layer(attn_mask_type="arbitrary")(*qkv())
 
 
+def test_masks_of_inference_mode() -> None:
+    with torch.inference_mode():
+        mask = upper(5, 5).clone()
+    assert mask.is_inference()
+    assert mask_kind(mask, 5, 5) == "causal"
+    assert mask not in layers._KINDS
+
+
 def test_masks_are_looked_at_once_and_again_when_they_change() -> None:
     mask = upper(600, 600)[None, None]
     assert mask_kind(mask, 600, 600) == "causal"

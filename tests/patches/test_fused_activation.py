@@ -294,3 +294,30 @@ def test_idle_where_nothing_is_fused() -> None:
     assert "not fused" in str(reason(swiglu=True, bias_swiglu_fusion=False))
     assert "not fused" in str(reason(bias_gelu_fusion=False))
     assert _nothing_fused(Context("cpu", "0.19.2")) is None
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "between"),
+    [
+        ("fused_weighted_squared_relu", "weighted_squared_relu_impl", ()),
+        ("fused_bias_swiglu", "weighted_bias_swiglu_impl", (None,)),
+        ("fused_bias_geglu", "weighted_bias_quick_geglu_impl", (None,)),
+    ],
+)
+def test_probabilities_in_fp64(module: str, name: str, between: tuple) -> None:
+    """``--moe-router-dtype fp64``."""
+
+    def results(weights_dtype: torch.dtype) -> list[Tensor]:
+        impl = getattr(importlib.import_module(f"{FUSIONS}.{module}"), name)
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(9, FFN, generator=draw).bfloat16().requires_grad_()
+        weights = torch.rand(9, 1, generator=draw).to(weights_dtype).requires_grad_()
+        y = impl(x * 1, *between, weights)
+        grads = torch.autograd.grad(y.float().sum(), [x, weights])
+        assert [t.dtype for t in (y, *grads)] == [torch.bfloat16, torch.bfloat16, weights_dtype]
+        return [t.detach().float() for t in (y, *grads)]
+
+    with features(fused_activation=True):
+        wide, narrow = results(torch.float64), results(torch.float32)
+    for one, other in zip(wide, narrow, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)

@@ -26,7 +26,11 @@ def attention(**changes):
 
     config = SimpleNamespace(num_query_groups=2, fused_single_qkv_rope=False)
     made = {"config": config, "attention_type": "self", "q_layernorm": None, "k_layernorm": None}
-    made |= {"world_size": 1, "method": SelfAttention.get_query_key_value_tensors}
+    made |= {
+        "world_size": 1,
+        "layer_number": 1,
+        "method": SelfAttention.get_query_key_value_tensors,
+    }
     vars(config).update({k: v for k, v in changes.items() if k not in made})
     made |= {k: v for k, v in changes.items() if k in made}
     one = type("Layer", (), {"get_query_key_value_tensors": made.pop("method")})()
@@ -44,6 +48,7 @@ def attention(**changes):
         ({"attention_output_gate": True}, {}),
         ({"world_size": 4}, {}),
         ({"yarn_rotary_scaling_factor": 40.0}, {}),
+        ({"no_rope_freq": [0, 1], "layer_number": 2}, {}),
         ({}, {"packed_seq_params": object()}),
         ({}, {"inference_context": object()}),
         ({}, {"rotary_pos_emb": None}),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 import accel
+from accel.feature import Context
+from accel.patches.fused_topk_router import FEATURE
 from tests.ops.contract import needs_native
 
 from .moe_layer import CONFIGS, assert_same, build, one_rank, step
@@ -62,3 +67,18 @@ def test_what_the_kernel_does_not_take_over_stays_stocks() -> None:
         finally:
             accel.disable()
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"num_experts": None}, "there are no experts"),
+        ({"bf16": True, "moe_router_dtype": None}, "--moe-router-dtype fp32"),
+        ({"bf16": True, "moe_router_dtype": "fp32"}, None),
+        ({"moe_router_dtype": None}, None),
+    ],
+)
+def test_idle(args: dict[str, Any], says: str | None) -> None:
+    context = Context("cpu", "0.19.2", SimpleNamespace(**{"num_experts": 8, **args}))
+    found = FEATURE.idle(context)
+    assert found is None if says is None else says in found

@@ -158,3 +158,11 @@ def test_tokens_with_a_batch_dimension_run_sequentially() -> None:
             torch.manual_seed(0)
             outputs.append(build().experts(x, counts, probs)[0])
     assert torch.equal(*outputs)
+
+
+def test_probabilities_on_the_inputs_of_several_experts_are_refused_as_upstream_does() -> None:
+    with one_rank("off", grouped_gemm=True):
+        layer = build()
+        layer.experts.config.moe_apply_probs_on_input = True
+        with pytest.raises(AssertionError, match="moe_apply_probs_on_input"):
+            step(layer)

@@ -174,7 +174,17 @@ def test_who_needs_whole_logits_gets_them_and_one_line(caplog: pytest.LogCapture
             stock = model.compute_language_model_loss
             model.compute_language_model_loss = lambda *a: seen.append(a[1]) or stock(*a)
 
-        for change, reason in ((hooked, "hooks read"), (own_loss, "a loss of its own")):
+        def overridden(model: Any) -> None:
+            kind = type(model)
+
+            def loss(self: Any, *a: Any) -> Tensor:
+                seen.append(a[1])
+                return kind.compute_language_model_loss(self, *a)
+
+            model.__class__ = type("Own", (kind,), {"compute_language_model_loss": loss})
+
+        changes = (hooked, "hooks read"), (own_loss, "a loss of its own"), (overridden, "a loss of")
+        for change, reason in changes:
             model = build(1)
             model.load_state_dict(plain.state_dict())
             change(model)
@@ -184,7 +194,7 @@ def test_who_needs_whole_logits_gets_them_and_one_line(caplog: pytest.LogCapture
                 for _ in range(2):
                     torch.testing.assert_close(model(**batch()), expected)
             assert [reason in r.message for r in caplog.records] == [True]
-        assert [logits.shape for logits in seen] == [(SEQUENCE, BATCH, VOCABULARY)] * 4
+        assert [logits.shape for logits in seen] == [(SEQUENCE, BATCH, VOCABULARY)] * 6
     finally:
         stop()
 

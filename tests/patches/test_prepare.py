@@ -87,12 +87,14 @@ def test_what_asks_for_nothing_of_te_is_left_alone() -> None:
     [
         ("cpu", {}, True),
         ("cpu", {"rotary_interleaved": True}, False),
+        ("cuda", {"position_embedding_type": "yarn"}, False),
+        ("cuda", {"position_embedding_type": "rope"}, True),
         ("cpu", {"multi_latent_attention": True}, False),
         ("cuda", {"multi_latent_attention": True}, True),
     ],
 )
 def test_rope_fusion_is_left_on_where_megatron_can_go_with_it(
-    device: str, args: dict[str, bool], kept: bool
+    device: str, args: dict[str, Any], kept: bool
 ) -> None:
     asked = context(device, apply_rope_fusion=True, **args)
     notes = without_the_flag(asked)
