@@ -160,7 +160,8 @@ def unpermute_probs_backward(
             places,
             probs=_taken(weight).index_select(0, places).view(shape),
         )
-        dweight = torch.empty_like(weight).index_copy_(0, places.long(), dchosen.view(-1))
+        dchosen = dchosen.view(-1).to(weight.dtype)
+        dweight = torch.empty_like(weight).index_copy_(0, places.long(), dchosen)
     else:
         copied = _copied(dout, row_map).float()
         dy = (copied * weight.float()[:, None]).to(y.dtype)

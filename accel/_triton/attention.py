@@ -326,9 +326,9 @@ def _delta(
     Both are what products of matrices start from, rather than 0: p = e^(scale (offset + q k)). Where a
     query sees no key, the offset is minus infinity and p is 0.
     """
-    index = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)  # of up to 2^31; the second of a grid ends at 65535
     sequence, head = index // num_heads, index % num_heads
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_E)
     dout += sequence * stride_db + head * stride_dh
     out += sequence * stride_ob + head * stride_oh
@@ -966,7 +966,7 @@ def backward(
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     offset, delta = torch.empty_like(lse), torch.empty_like(lse)
     launch(
-        _delta, (ceil_div(p.num_queries, DELTA_ROWS), p.batch * p.num_heads),
+        _delta, (p.batch * p.num_heads, ceil_div(p.num_queries, DELTA_ROWS)),
         dout, out, lse, offset, delta, *_strides(dout), *_strides(out), p.num_heads, p.num_queries, scale,
         E=p.value_width, BLOCK_E=next_power_of_2(p.value_width), ROWS=DELTA_ROWS, num_warps=4,
     )  # fmt: skip

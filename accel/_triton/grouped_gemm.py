@@ -193,6 +193,13 @@ def _has_library_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+@functools.cache
+def _writes_garbage_without_tokens(device: torch.device) -> bool:
+    """Whether torch's weight gradient of an expert without tokens is what was in the accumulators, as that of
+    CUTLASS before 4.3 is on sm_100."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
 def _suits_library(*tensors: Tensor) -> bool:
     """Whether torch's kernel can read these: bf16, contiguous, rows of whole 16 bytes."""
     return all(
@@ -211,7 +218,10 @@ def _library_product(x: Tensor, weight: Tensor, counts_E: Tensor, transpose_b: b
 
 
 def _library_wgrad(left: Tensor, right: Tensor, counts_E: Tensor) -> Tensor:
-    return torch._grouped_mm(left.t(), right, counts_E.cumsum(0, dtype=torch.int32))
+    dw = torch._grouped_mm(left.t(), right, counts_E.cumsum(0, dtype=torch.int32))
+    if _writes_garbage_without_tokens(left.device):
+        dw.masked_fill_((counts_E == 0)[:, None, None], 0)
+    return dw
 
 
 def grouped_gemm(

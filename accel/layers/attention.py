@@ -280,6 +280,10 @@ class DotProductAttention(ExtraState):
         window = self._window if window_size is None else window_size
         if window is not None:
             window = (max(-1, window[0]), max(-1, window[1]))
+            if (
+                window == (-1, 0) and "causal" not in kind
+            ):  # that of a causal layer, for Transformer Engine
+                window = (-1, -1)
         if layout == "thd":
             if cu_seqlens_q is None or cu_seqlens_kv is None:
                 raise ValueError("qkv_format='thd' needs cu_seqlens_q and cu_seqlens_kv")
@@ -291,6 +295,12 @@ class DotProductAttention(ExtraState):
                 raise NotImplementedError(
                     f"packed sequences: {reason}; accel has that for sbhd and bshd"
                 )
+            lengths_differ = query_layer.shape[0] != key_layer.shape[0]
+            if causal and "bottom_right" not in kind and lengths_differ:
+                raise NotImplementedError(
+                    f"packed sequences: attn_mask_type={kind!r} from the top left for {query_layer.shape[0]} "
+                    f"queries and {key_layer.shape[0]} keys; accel has that for sbhd and bshd"
+                )
             mask: dict[str, Any] = {"causal": causal, "window": window}
             if self.context_groups is not None:
                 return self._split(query_layer, key_layer, value_layer, mask, **starts)
@@ -299,6 +309,13 @@ class DotProductAttention(ExtraState):
         if layout == "bshd":
             qkv = [t.transpose(0, 1) for t in qkv]
         q, k, v = qkv
+        if attention_mask is None and "padding" in kind:
+            if cu_seqlens_kv is not None:
+                attention_mask = _padding(cu_seqlens_kv, k.shape[0])
+            elif "causal" not in kind:
+                raise ValueError(
+                    f"attn_mask_type={kind!r} needs an attention_mask, or cu_seqlens_q and cu_seqlens_kv"
+                )
         bias = None if core_attention_bias_type == "no_bias" else core_attention_bias
         if self.context_groups is not None:
             if reason := self._only_plain():
@@ -379,7 +396,15 @@ class DotProductAttention(ExtraState):
         group = q.shape[2] // k.shape[2]
         k, v = (t.repeat_interleave(group, dim=2) if group > 1 else t for t in (k, v))
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [B, H, S, D]
-        scores = q @ k.transpose(-1, -2) * self.softmax_scale
+        # scaled before it is rounded: fp16 ends at 65504
+        flat = torch.baddbmm(
+            q.new_zeros(1),
+            q.flatten(0, 1),
+            k.flatten(0, 1).transpose(1, 2),
+            beta=0,
+            alpha=self.softmax_scale,
+        )
+        scores = flat.view(*q.shape[:2], *flat.shape[1:])
         if bias is not None:
             scores = scores + bias
         if hidden is not None:
@@ -406,6 +431,12 @@ def _known_mask(kind: str) -> str:
     if kind not in MASK_TYPES:
         raise ValueError(f"attn_mask_type={kind!r}: use one of {', '.join(MASK_TYPES)}")
     return kind
+
+
+def _padding(starts: Tensor, num_keys: int) -> Tensor:
+    """What no query may see, `[B, 1, 1, keys]`, of sequences that begin at `starts` once they are packed."""
+    lengths = starts.diff()[:, None, None, None]
+    return torch.arange(num_keys, device=starts.device) >= lengths
 
 
 def _as_options(

@@ -120,7 +120,7 @@ class ParallelLayer(ExtraState):
         self.get_rng_state_tracker = get_rng_state_tracker
         if rng_tracker_name is not None:
             self.rng_tracker_name = rng_tracker_name
-        self.init_method = init_method or _normal
+        self.init_method = init_method or draw_normal
         self.parallel_mode = parallel_mode
         self.in_features, self.out_features = in_features, out_features
         if parallel_mode == "column":
@@ -175,12 +175,16 @@ class ParallelLayer(ExtraState):
         return features // self.tp_size
 
     def new_weight(self, name: str) -> None:
-        """Register a weight `[N, K]`, split as `parallel_mode` says, and draw its values."""
+        """Register a weight `[N, K]`, split as `parallel_mode` says, and draw its values.
+
+        Marked as this rank's own whatever the mode, as Transformer Engine's: Megatron passes no mode for
+        experts, and clears the mark of what each rank has the same of.
+        """
         self.new_parameter(
             name,
             (self.out_features, self.in_features),
             self._draw,
-            tensor_model_parallel=self.parallel_mode is not None,
+            tensor_model_parallel=True,
             partition_dim=1 if self.parallel_mode == "row" else 0,
             partition_stride=1,
             skip_backward_post_hook=self.delayed is not None,
@@ -205,14 +209,17 @@ class ParallelLayer(ExtraState):
         self._reset(name)
 
     def reset_parameters(self) -> None:
-        """Give all parameters their first values anew, and the attributes that `to_empty` drops."""
+        """Give all parameters their first values anew, and the attributes that `to_empty` drops; others may
+        have changed those that are there."""
         for name in self._initial:
             self._reset(name)
 
     @torch.no_grad()
     def _reset(self, name: str) -> None:
         parameter, (fill, marks) = self.get_parameter(name), self._initial[name]
-        vars(parameter).update(marks)
+        for mark, value in marks.items():
+            if not hasattr(parameter, mark):
+                setattr(parameter, mark, value)
         if not parameter.is_meta:
             fill(parameter)
 
@@ -254,6 +261,6 @@ class ParallelLayer(ExtraState):
             hook()
 
 
-def _normal(weight: Tensor) -> Tensor:
+def draw_normal(weight: Tensor) -> Tensor:
     """Transformer Engine's own choice."""
     return torch.nn.init.normal_(weight, mean=0.0, std=0.023)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from accel.layers import activation
 from accel.layers.attention import DotProductAttention
-from accel.layers.base import ParallelLayer, refuse_options
+from accel.layers.base import ParallelLayer, draw_normal, refuse_options
 from accel.layers.linear import LayerNormLinear, Linear
 from accel.layers.norm import normalize
 from accel.parallel.linear import parallel_linear
@@ -136,7 +136,12 @@ class _LayerNormMLP(ParallelLayer):
         else:
             raise ValueError(f"normalization={normalization!r}: use LayerNorm or RMSNorm")
         first = ffn_hidden_size * (2 if activation in _GATED else 1)
-        last = output_layer_init_method or self.init_method
+        init_last = output_layer_init_method or draw_normal
+
+        def last(weight: Tensor) -> None:
+            with self._fork():
+                init_last(weight)
+
         sizes = {
             "fc1": (first, hidden_size, self._draw),
             "fc2": (hidden_size, ffn_hidden_size, last),
@@ -236,7 +241,7 @@ class TransformerLayer(torch.nn.Module):
             norm=norm,
             fuse_qkv_params=fuse_qkv_params,
             interleaved=fuse_qkv_params and qkv_weight_interleaved,
-            output_init_method=output_layer_init_method or init_method,
+            output_init_method=output_layer_init_method,
             **shared,
         )
         self.layernorm_mlp = _LayerNormMLP(

@@ -460,8 +460,8 @@ def _flash3_unsupported(call: Call) -> str | None:
     mixed = call.width != call.value_width and (call.width, call.value_width) != (192, 128)
     if mixed or call.width > 256:
         return f"rows of {call.width} and {call.value_width}"
-    if call.deterministic and call.width == 256:
-        return "torch.use_deterministic_algorithms with rows of 256"
+    if call.deterministic and call.width > 192:  # it computes these as 256
+        return f"torch.use_deterministic_algorithms with rows of {call.width}"
     return None
 
 
@@ -486,6 +486,15 @@ def _flash4_unsupported(call: Call) -> str | None:
     widths = (call.width, call.value_width)
     if max(widths) > 128 and widths not in ((192, 128), (256, 256)):
         return f"rows of {call.width} and {call.value_width}"
+    # its backward refuses these, in some of its releases
+    hopper, widest = call.capability[0] == 9, widths == (256, 256)
+    where = "with rows of 256" if widest else "on sm_90"
+    if call.deterministic and (hopper or widest):
+        return f"torch.use_deterministic_algorithms {where}"
+    if not (call.full or call.causal) and (hopper or widest):
+        return f"a window {where}"
+    if call.sequences is not None and hopper:
+        return f"a pack of sequences {where}"
     return None
 
 

@@ -321,6 +321,9 @@ def _check(
     if (cu_seqlens_q is None) != (cu_seqlens_k is None):
         raise ValueError("attention: cu_seqlens_q and cu_seqlens_k go together, got one of them")
     packed = cu_seqlens_q is not None
+    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if starts is not None and starts.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"attention: {name} must be int32 or int64, got {starts.dtype}")
     layout = "[T, heads, D] with cu_seqlens" if packed else "[S, B, heads, D]"
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim != (3 if packed else 4):

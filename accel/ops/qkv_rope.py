@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback, missing_kernel
+from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative
 from accel.ops.rope import FLOAT_DTYPES, rope, tables_of
 
 __all__ = ["qkv_rope", "qkv_rope_ref", "unsupported_reason"]
@@ -105,6 +105,7 @@ def _gradients(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | N
 
 
 torch.library.register_autograd("accel::qkv_rope_fwd", _gradients, setup_context=_save)
+refuse_derivative("accel::qkv_rope_bwd")
 
 
 def qkv_rope(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -220,3 +222,43 @@ def test_packs_have_no_softmax_offset_and_no_largest_logit(options: dict[str, ob
     q, k, v = (t[:, 0] for t in qkv())
     with pytest.raises(NotImplementedError, match="packed sequences"):
         layer(qkv_format="thd", **options)(q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts)
+
+
+def test_lengths_of_padded_sequences_are_a_mask() -> None:
+    q, k, v = qkv()
+    tokens, batch = q.shape[:2]
+    lengths = [tokens - 2 - i for i in range(batch)]
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    mask = torch.arange(tokens) >= torch.tensor(lengths)[:, None, None, None]
+    one = layer(attn_mask_type="padding")
+    by_mask = one(q, k, v, mask)
+    assert torch.equal(one(q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts), by_mask)
+    with pytest.raises(ValueError, match="'padding' needs an attention_mask, or cu_seqlens"):
+        one(q, k, v)
+
+
+def test_a_window_of_earlier_keys_alone_is_for_causal_masks() -> None:
+    q, k, v = qkv()
+    assert torch.equal(
+        layer(attn_mask_type="no_mask", window_size=(-1, 0))(q, k, v),
+        layer(attn_mask_type="no_mask")(q, k, v),
+    )
+
+
+def test_packs_with_more_keys_than_queries_are_no_causal_ones_from_the_top_left() -> None:
+    q, k = torch.randn(2, 4, 8), torch.randn(5, 4, 8)
+    starts = {
+        "cu_seqlens_q": torch.tensor([0, 2], dtype=torch.int32),
+        "cu_seqlens_kv": torch.tensor([0, 5], dtype=torch.int32),
+    }
+    one = DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding_causal")
+    with pytest.raises(NotImplementedError, match="from the top left for 2 queries and 5 keys"):
+        one(q, k, k, **starts)
+    one(q, k, k, **starts, attn_mask_type="padding_causal_bottom_right")
+
+
+def test_scores_of_fp16_are_scaled_before_they_are_rounded() -> None:
+    x = torch.full((3, 1, 4, 64), 36.0, dtype=torch.float16)
+    mask = torch.tensor([False, False, True]).view(1, 1, 1, 3)
+    out = DotProductAttention(4, 64, attn_mask_type="arbitrary")(x, x, x, mask)
+    assert torch.equal(out, torch.full_like(out, 36.0))

@@ -202,3 +202,12 @@ def test_nothing_pretends_to_be_the_package() -> None:
     assert not [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]
     with pytest.raises(NotImplementedError, match="FP8"):
         modules["transformer_engine.pytorch.fp8"].fp8_autocast(enabled=True)
+
+
+def test_weights_without_a_mode_are_a_ranks_own_until_others_say_otherwise() -> None:
+    """Megatron passes no mode for experts, and counts what is not marked on one tensor-parallel rank."""
+    layer = Linear(8, 16, parallel_mode=None)
+    assert layer.weight.tensor_model_parallel is True
+    layer.weight.tensor_model_parallel = False
+    layer.reset_parameters()
+    assert layer.weight.tensor_model_parallel is False

@@ -104,6 +104,10 @@ def test_triton_takes_what_no_other_does(capability):
         ("flash3", {"capability": (10, 0)}, "sm_100"),
         ("flash3", {"value_width": 64}, "rows of 128 and 64"),
         ("flash3", {"deterministic": True, "width": 256, "value_width": 256}, "deterministic"),
+        ("flash3", {"deterministic": True, "width": 224, "value_width": 224}, "deterministic"),
+        ("flash4", {"deterministic": True}, "deterministic_algorithms on sm_90"),
+        ("flash4", {"left": 16, "right": 0}, "a window on sm_90"),
+        ("flash4", {"sequences": 3, "same_starts": True}, "a pack of sequences on sm_90"),
         ("flash4", {"capability": (8, 0)}, "sm_80"),
         ("flash4", {"width": 160, "value_width": 160}, "rows of 160"),
         ("flash2", {"width": 192}, "one width"),
@@ -147,7 +151,7 @@ def test_starts_are_the_same_where_they_are_the_same_elements():
 def test_a_window_is_served_by_flash_alone():
     window = HOPPER._replace(left=100)
     takes = [name for name in BACKENDS if not BACKENDS[name].unsupported_reason(window)]
-    assert takes == ["flash4", "flash3", "flash2", "flash", "triton"]
+    assert takes == ["flash3", "flash2", "flash", "triton"]
 
 
 def test_the_environment_puts_one_first(installed, monkeypatch):

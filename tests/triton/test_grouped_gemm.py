@@ -72,6 +72,17 @@ class TestGroupedGemm(OnTriton, on_cpu.TestGroupedGemm):
         odd = on_cpu.product_inputs([5, 3], 17, 24, torch.bfloat16, transpose_b=True)
         assert len(kernels_launched(lambda: run(self.op, odd))) == 3
 
+    def test_experts_without_tokens_have_no_weight_gradient(self, monkeypatch):
+        """Whatever torch's product says, on sm_100."""
+        for name in ("_has_library_kernel", "_writes_garbage_without_tokens"):
+            monkeypatch.setattr(kernels, name, lambda device: True)
+        garbage = lambda left, right, offsets: torch.full((4, 24, 16), 7.0, dtype=left.dtype)  # noqa: E731
+        monkeypatch.setattr(torch, "_grouped_mm", garbage)
+        counts = torch.tensor([5, 0, 11, 0])
+        dy, x = torch.ones(16, 24).bfloat16(), torch.ones(16, 16).bfloat16()
+        dw = kernels.grouped_gemm_wgrad(dy, x, counts, True)
+        assert dw.amax((1, 2)).tolist() == [7.0, 0.0, 7.0, 0.0]
+
     def test_nothing_is_launched_for_no_columns(self):
         x, weight, counts = on_cpu.product_inputs([0, 0], 4, 4, torch.bfloat16, transpose_b=True)[0]
         assert kernels_launched(lambda: self.op(x, weight, counts, transpose_b=True)) == []
