@@ -29,6 +29,7 @@ from typing import Any, Literal, NamedTuple
 
 __all__ = [
     "AUDIENCE",
+    "EVERYBODY",
     "Applied",
     "Binding",
     "Patch",
@@ -41,8 +42,10 @@ __all__ = [
     "source_hash",
 ]
 
-AUDIENCE = ("megatron", "__main__")
-"""The packages in whose modules copies of what is patched are rebound; they alone see the device runtime."""
+AUDIENCE = ("megatron", "__main__", "__mp_main__")
+"""The packages that see the device runtime; `__mp_main__` is the script in a process that it has spawned."""
+EVERYBODY = ("*",)
+"""Whoever holds a copy of what is patched: all modules but torch's and accel's own."""
 
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
 
@@ -241,7 +244,7 @@ def apply(patches: Iterable[Patch], *, scope: Sequence[str] = ("megatron",)) -> 
     Args:
         patches: in any order; for one target, the replacement goes below the wraps, and wraps nest
             in the order given (first is innermost).
-        scope: top-level packages in whose modules copies of a patched function are rebound.
+        scope: top-level packages in whose modules copies of a patched function are rebound, or `EVERYBODY`.
 
     Raises:
         PatchError: on any problem; then nothing has been changed.
@@ -406,6 +409,11 @@ def _has_aliases(value: Any) -> bool:
     return callable(value) or isinstance(value, types.ModuleType)
 
 
+def _is_in(scope: tuple[str, ...], module: str) -> bool:
+    package = module.partition(".")[0]
+    return package not in ("torch", "accel") if scope == EVERYBODY else package in scope
+
+
 def aliases(
     swaps: Mapping[int, tuple[Any, Any]], scope: tuple[str, ...]
 ) -> Iterable[tuple[types.ModuleType, str, tuple[Any, Any]]]:
@@ -414,7 +422,7 @@ def aliases(
     if not swaps:
         return
     for module_name, module in list(sys.modules.items()):
-        if not isinstance(module, types.ModuleType) or module_name.partition(".")[0] not in scope:
+        if not isinstance(module, types.ModuleType) or not _is_in(scope, module_name):
             continue
         for name, value in list(vars(module).items()):  # vars(): never runs a module __getattr__
             swap = swaps.get(id(value))

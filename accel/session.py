@@ -25,7 +25,7 @@ from accel.feature import (
     taken_by_others,
 )
 from accel.patches import FEATURES, command_line
-from accel.patching import AUDIENCE, Applied, PatchError
+from accel.patching import AUDIENCE, EVERYBODY, Applied, PatchError
 from accel.upstream import SUPPORTED_MEGATRON, megatron_version
 
 __all__ = ["SESSION", "Session"]
@@ -41,6 +41,8 @@ class Session:
         self.device: Device | None = None
         self.preset = "fast"
         self.choices: list[Choice] = []
+        self.asked: dict[str, Any] = {}
+        """The options of `enable`, which hold until flags say otherwise."""
         self._device: Applied | None = None
         self._hooks: Applied | None = None
         self._features: Applied | None = None
@@ -66,6 +68,7 @@ class Session:
             strict=bool(options.get("strict", False)),
             allow_untested=bool(options.get("allow_untested_megatron", False)),
         )
+        self.asked = dict(options)
 
     def apply(
         self,
@@ -130,7 +133,7 @@ class Session:
             if applied is not None:
                 applied.undo()
         self.device = self._hooks = self._device = None
-        self.choices = []
+        self.choices, self.asked = [], {}
 
     def require_device(self) -> Device:
         """The device runtime that is installed; there is one after :meth:`attach`."""
@@ -182,7 +185,7 @@ def _apply_patches(features: Sequence[Feature]) -> Applied:
     owner = {p.target: f.name for f in features for p in f.patches}
     patches = {id(p): p for f in features for p in f.patches}
     try:
-        return patching.apply(list(patches.values()), scope=AUDIENCE)
+        return patching.apply(list(patches.values()), scope=EVERYBODY)
     except PatchError as e:
         lines = [f"{owner[p.target]}: {p.target}: {p.text}" for p in e.problems]
         raise PatchError("nothing was patched:\n  " + "\n  ".join(lines), e.problems) from None

@@ -3,7 +3,9 @@ them."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import sys
 import types
 from types import SimpleNamespace
 from typing import Any
@@ -201,3 +203,39 @@ def test_version_is_that_of_the_package_that_would_be_imported() -> None:
     from megatron.core.package_info import __version__
 
     assert megatron_version() == __version__.partition("+")[0]
+
+
+def test_a_copy_in_somebodys_module_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.fusions import fused_bias_swiglu
+
+    theirs = types.ModuleType("somebodys_loop")
+    monkeypatch.setitem(sys.modules, "somebodys_loop", theirs)
+    theirs.swiglu = stock = fused_bias_swiglu.bias_swiglu_impl
+    accel.enable(preset="off", fused_activation=True)
+    assert theirs.swiglu is fused_bias_swiglu.bias_swiglu_impl is not stock
+    accel.disable()
+    assert theirs.swiglu is fused_bias_swiglu.bias_swiglu_impl is stock
+
+
+def test_options_of_enable_hold_until_a_flag_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command_line, "_PARSED", {})
+    validate = command_line.apply_when_final(lambda args, defaults: None)
+
+    def validated(*flags: str) -> dict[str, str]:
+        parser = argparse.ArgumentParser()
+        command_line.add_options(parser)
+        args = parser.parse_args(flags)
+        args.rank = 1
+        validate(args, {})
+        status = accel.status()
+        return {"preset": status["preset"], "norm": status["features"]["norm"]["state"]}
+
+    accel.enable(preset="exact", norm=False)
+    assert validated() == {"preset": "exact", "norm": "off"}
+    assert validated("--accel-norm") == {"preset": "exact", "norm": "active"}
+    assert validated("--accel-preset", "off") == {"preset": "off", "norm": "off"}
+    accel.disable()
+    accel.enable()
+    assert validated()["preset"] == "fast"

@@ -80,6 +80,8 @@ HOOKS = (
 )
 
 
+_SWITCHES = ("strict", "allow_untested_megatron")
+
 _PARSED: dict[str, Any] = {}
 """accel's flags as the parser last saw them."""
 
@@ -104,8 +106,10 @@ def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
         from accel.start_up import print_table
 
         context = Context(SESSION.require_device().name, megatron_version() or "", args)
-        wishes = {**_PARSED, **{k: v for k, v in vars(args).items() if k.startswith("accel_")}}
-        wishes = {name.removeprefix("accel_"): value for name, value in wishes.items()}
+        flags = {**_PARSED, **{k: v for k, v in vars(args).items() if k.startswith("accel_")}}
+        given = {name.removeprefix("accel_"): v for name, v in flags.items() if v is not None}
+        # a flag that only can be given is False where it was not
+        wishes = SESSION.asked | {n: v for n, v in given.items() if v or n not in _SWITCHES}
         wanted = [f for f in FEATURES if wishes.get(f.name) is not False]
         notes = [note for f in wanted if f.prepare is not None for note in f.prepare(context)]
         with contextlib.ExitStack() as stack:
@@ -114,12 +118,16 @@ def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
                 if f.around_validation is not None:
                     stack.enter_context(f.around_validation(context))
             validated = validate_args(args, defaults)
+        final = args if validated is None else validated  # another one with --yaml-cfg
+        for name, value in flags.items():
+            if not hasattr(final, name):
+                setattr(final, name, value)
         SESSION.apply(
             preset=wishes.get("preset", "fast"),
             wishes=wishes,
             strict=wishes.get("strict", False),
             allow_untested=wishes.get("allow_untested_megatron", False),
-            args=args,
+            args=final,
         )
         if args.rank == 0:
             print_table(SESSION.status(), notes)
@@ -156,9 +164,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--accel-preset",
         choices=PRESETS,
-        default="fast",
         help="off: device runtime only; exact: plus what is bit-identical to stock Megatron; "
-        "fast: plus fused ops within tested tolerance; "
+        "fast (default): plus fused ops within tested tolerance; "
         "max: plus memory and overlap features that fit the layout",
     )
     group.add_argument(

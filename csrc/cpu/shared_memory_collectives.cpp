@@ -624,6 +624,13 @@ class Group : public std::enable_shared_from_this<Group> {
 
   bool done(int64_t ticket) const { return num_done_.load(std::memory_order_acquire) >= ticket; }
 
+  // As done(), for those who ask until it is: somebody gets on with it meanwhile.
+  bool poll_done(int64_t ticket) {
+    if (done(ticket)) return true;
+    wake_worker();
+    return false;
+  }
+
   void leave() {
     const std::lock_guard lock(queue_mutex_);
     left_ = true;
@@ -889,7 +896,7 @@ TORCH_LIBRARY_FRAGMENT(accel, m) {
   m.def("_shared_memory_wait(int group, int ticket) -> ()",
         [](int64_t group, int64_t ticket) { group_of(group)->wait(ticket); });
   m.def("_shared_memory_done(int group, int ticket) -> bool",
-        [](int64_t group, int64_t ticket) { return group_of(group)->done(ticket); });
+        [](int64_t group, int64_t ticket) { return group_of(group)->poll_done(ticket); });
 }
 
 }  // namespace

@@ -429,3 +429,27 @@ def test_npu_loads_torch_npu_and_its_redirect(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     with pytest.raises(PatchError, match="cannot be undone"):
         npu.install(("tests",)).undo()
+
+
+def test_a_forked_stream_leaves_the_hosts_as_it_was() -> None:
+    torch.manual_seed(3)
+    host, on_device = torch.random.get_rng_state(), torch.cuda.get_rng_state()
+    with torch.random.fork_rng():
+        torch.manual_seed(42)
+    assert torch.equal(torch.random.get_rng_state(), host)
+    assert torch.equal(torch.cuda.get_rng_state(), on_device)
+    with torch.random.fork_rng(enabled=False):
+        torch.manual_seed(42)
+    assert not torch.equal(torch.random.get_rng_state(), host)
+
+
+@needs_allocator
+def test_what_came_from_the_device_is_copied_back_to_it() -> None:
+    weight = torch.ones(1 << 18, device="cuda")
+    before = torch.cuda.memory_allocated()
+    snapshots = weight.cpu(), weight.to("cpu")
+    assert torch.cuda.memory_allocated() == before
+    for snapshot in snapshots:
+        for back in (snapshot.cuda(), snapshot.to("cuda")):
+            back.add_(5)
+            assert snapshot[0] == 1

@@ -7,6 +7,8 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from itertools import product
@@ -348,6 +350,53 @@ def test_a_call_that_need_not_block_does_not(count: int) -> None:
         handle.wait()
         assert (x == 2 * n).all()
     assert last.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("count", [SMALL, LARGE])
+@pytest.mark.distributed(world_size=2)
+def test_what_nobody_waits_for_is_there_once_the_device_is_synchronized(count: int) -> None:
+    enable()
+    for wait in (torch.cuda.synchronize, torch.cuda.Event().synchronize):
+        sums = [started(count, None, float(n))[0] for n in range(3)]
+        own = torch.full((count,), float(dist.get_rank()))
+        parts = [torch.empty(count) for _ in range(2)]
+        dist.all_gather(parts, own, async_op=True)
+        wait()
+        assert all((x == 2 * n).all() for n, x in enumerate(sums))
+        assert all((part == rank).all() for rank, part in enumerate(parts))
+
+
+@pytest.mark.parametrize("count", [SMALL, LARGE])
+@pytest.mark.distributed(world_size=2)
+def test_who_asks_whether_it_is_completed_will_hear_so(count: int) -> None:
+    enable()
+    x, handle = started(count, None, 3.0)
+    until = time.monotonic() + 60
+    while not handle.is_completed():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert (x == 6).all()
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_coalescing_manager_is_its_threads_own() -> None:
+    enable()
+    mine, theirs = torch.ones(4), torch.ones(4)
+    group = dist.new_group([0, 1])
+    seen: list[list[float]] = []
+
+    def beside() -> None:
+        dist.all_reduce(theirs, group=group)
+        seen.append(theirs.tolist())
+
+    with dist._coalescing_manager(async_ops=True) as manager:
+        dist.all_reduce(mine)
+        thread = threading.Thread(target=beside)
+        thread.start()
+        thread.join()
+    manager.wait()
+    assert seen == [[2.0] * 4]
+    assert mine.tolist() == [2.0] * 4
 
 
 @pytest.mark.distributed(world_size=2)

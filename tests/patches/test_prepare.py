@@ -145,11 +145,15 @@ def test_flags_reach_the_features_under_yaml_too(
     monkeypatch.setattr(command_line, "_PARSED", {})
     parser = argparse.ArgumentParser()
     command_line.add_options(parser)
-    parser.parse_args(["--accel-preset", "exact", "--no-accel-norm"])
-    validate_yaml = command_line.apply_when_final(lambda args, defaults: "validated")
+    parser.parse_args(["--accel-preset", "exact", "--no-accel-norm", "--accel-fused-topk-router"])
+    final = argparse.Namespace(num_experts=None)
+    validate_yaml = command_line.apply_when_final(lambda args, defaults: final)
     SESSION.attach()
     try:
-        assert validate_yaml(argparse.Namespace(rank=0), {}) == "validated"
+        assert validate_yaml(argparse.Namespace(rank=0), {}) is final
+        assert final.accel_norm is False
+        reason = accel.status()["features"]["fused_topk_router"]["reason"]
+        assert reason == "there are no experts", "what is final says so"
         assert accel.status()["preset"] == "exact"
         assert accel.status()["features"]["norm"]["state"] == "off"
         assert "preset exact" in capsys.readouterr().out

@@ -57,7 +57,7 @@ _CONTEXTS = {
 }
 _STREAMS = (
     "Stream", "Event", "set_device", "current_device", "current_stream", "default_stream", "set_stream",
-    "stream", "device",
+    "stream", "device", "synchronize",
 )  # fmt: skip
 _GENERATORS = (
     "get_rng_state", "set_rng_state", "get_rng_state_all", "set_rng_state_all", "manual_seed",
@@ -67,6 +67,7 @@ _HOST_GENERATOR = {
     "torch.random:get_rng_state": "host_get_rng_state",
     "torch.random:set_rng_state": "host_set_rng_state",
     "torch.random:manual_seed": "host_manual_seed",
+    "torch.random:fork_rng": "host_fork_rng",
     "torch:manual_seed": "host_manual_seed",
     "torch.utils.data.dataloader:DataLoader.__iter__": "drawn_on_host",
     "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__": "drawn_on_host",
@@ -88,7 +89,7 @@ _ACCELERATOR = {
     "synchronize": "streams:accelerator_synchronize",
 }
 _ASKED = ("is_available", "is_initialized", "device_count")
-_SILENT = ("synchronize", "empty_cache", "ipc_collect", "check_error", "_sleep")
+_SILENT = ("empty_cache", "ipc_collect", "check_error", "_sleep")
 _UNMEASURED = ("utilization", "temperature", "power_draw", "clock_rate")
 _COLLECTIVES = {
     "init_process_group": "init_process_group",

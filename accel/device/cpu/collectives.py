@@ -28,6 +28,7 @@ import collections
 import contextlib
 import functools
 import hashlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -35,12 +36,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel.device.cpu.shared_memory import moves, reduces
+from accel.device.cpu.shared_memory import UNFINISHED, moves, reduces
 
 __all__ = ["UnevenWork"]
 
-_COALESCED: list[list[Any]] = []
-"""Work lists of the coalescing managers that are open, innermost last."""
+
+class _Coalesced(threading.local):
+    """Of each thread."""
+
+    def __init__(self) -> None:
+        self.open: list[list[Any]] = []
+        """Work lists of the coalescing managers that are open, innermost last."""
+
+
+_COALESCED = _Coalesced()
 
 
 MAX_GATHERED = 4
@@ -321,11 +330,11 @@ def coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
                 yield manager
             return
         manager = dist.distributed_c10d._CoalescingManager()
-        _COALESCED.append(manager.works)
+        _COALESCED.open.append(manager.works)
         try:
             yield manager
         finally:
-            _COALESCED.pop()
+            _COALESCED.open.pop()
         if not async_ops:
             manager.wait()
 
@@ -338,16 +347,18 @@ class UnevenWork:
     def __init__(self, work: Any, finish: Callable[[], None]) -> None:
         self._work = work
         self._finish: Callable[[], None] | None = finish
+        UNFINISHED.append(self)
 
     def wait(self, *args: Any) -> bool:
         done = bool(self._work.wait(*args))
         if self._finish is not None:
-            self._finish()
-            self._finish = None
+            finish, self._finish = self._finish, None
+            UNFINISHED.remove(self)
+            finish()
         return done
 
     def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
+        return bool(self._work.is_completed()) and self.wait()
 
 
 def _host_backend(backend: Any) -> Any:
@@ -377,14 +388,14 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _async(async_op: bool) -> bool:
-    return async_op or bool(_COALESCED)
+    return async_op or bool(_COALESCED.open)
 
 
 def _issued(work: Any, async_op: bool) -> Any:
     """Hand the work to the open manager; else wait for it unless the caller wants to."""
-    if _COALESCED:
+    if _COALESCED.open:
         if work is not None:
-            _COALESCED[-1].append(work)
+            _COALESCED.open[-1].append(work)
         return None
     if async_op or work is None:
         return work

@@ -196,4 +196,7 @@ def _is_cpu(device: Any) -> bool:
 
 
 def _own_copy(source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return out.clone() if out is source else out
+    if out is not source:
+        return out
+    with memory.uncounted():  # not the device's: from there .cuda() is a copy again
+        return out.clone()

@@ -114,6 +114,25 @@ def host_manual_seed(original: Callable[..., Any]) -> Callable[..., Any]:
     return seed_both
 
 
+def host_fork_rng(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`manual_seed` within seeds both; so both are as before afterwards."""
+
+    @functools.wraps(original)
+    @contextlib.contextmanager
+    def fork(
+        devices: Any = None, enabled: bool = True, *args: Any, **kwargs: Any
+    ) -> Iterator[None]:
+        state = HOST.get_state()
+        try:
+            with original(devices, enabled, *args, **kwargs):
+                yield
+        finally:
+            if enabled:
+                HOST.set_state(state)
+
+    return fork
+
+
 @contextlib.contextmanager
 def host_stream() -> Iterator[None]:
     """Within, whoever draws from the default generator draws from the host's stream."""

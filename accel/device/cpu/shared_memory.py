@@ -91,6 +91,20 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout == torch.strided
 
 
+UNFINISHED: list[Any] = []
+"""Handles of collectives that have something to do when they are waited for."""
+_LAST: dict[int, int] = {}
+"""Group -> ticket of its last asynchronous collective that was not waited for."""
+
+
+def finish_all() -> None:
+    """Wait for all collectives, as a device does when it is synchronized."""
+    for work in list(UNFINISHED):
+        work.wait()
+    while _LAST:
+        torch.ops.accel._shared_memory_wait(*_LAST.popitem())
+
+
 class Work:
     """The handle of an asynchronous collective."""
 
@@ -98,10 +112,13 @@ class Work:
 
     def __init__(self, group: int, ticket: int) -> None:
         self._group, self._ticket = group, ticket
+        _LAST[group] = ticket
 
     def wait(self, timeout: Any = None) -> bool:
         """Returns when the result is there. The time-out is the group's."""
         torch.ops.accel._shared_memory_wait(self._group, self._ticket)
+        if _LAST.get(self._group) == self._ticket:
+            del _LAST[self._group]
         return True
 
     def is_completed(self) -> bool:

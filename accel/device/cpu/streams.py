@@ -1,4 +1,4 @@
-"""Streams and events on the host: work is done when the call returns.
+"""Streams and events on the host: work is done when the call returns, but for collectives.
 
 A CUDA stream orders work that runs later; on the host there is no later. Every stream is therefore
 always idle and every event has happened; events still carry the time of :meth:`Event.record`, so
@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from accel.device.cpu.shared_memory import finish_all
 
 __all__ = ["Event", "Stream"]
 
@@ -38,7 +40,8 @@ class Stream:
         """The event has happened."""
 
     def synchronize(self) -> None:
-        """Nothing is pending."""
+        """Only collectives are pending."""
+        finish_all()
 
     def query(self) -> bool:
         return True
@@ -76,7 +79,8 @@ class Event:
         """Already happened."""
 
     def synchronize(self) -> None:
-        """Already happened."""
+        """Already happened, but for collectives."""
+        finish_all()
 
     def query(self) -> bool:
         return True
@@ -156,8 +160,14 @@ def accelerator_stream(device: Any = None, /) -> Any:
     return _CURRENT.stream
 
 
+def synchronize(device: Any = None) -> None:
+    """``torch.cuda.synchronize``: only collectives are pending."""
+    finish_all()
+
+
 def accelerator_synchronize(device: Any = None, /) -> None:
-    """``torch.accelerator.synchronize``: nothing is pending."""
+    """``torch.accelerator.synchronize``."""
+    finish_all()
 
 
 @contextlib.contextmanager
