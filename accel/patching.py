@@ -29,7 +29,6 @@ from typing import Any, Literal, NamedTuple
 
 __all__ = [
     "AUDIENCE",
-    "EVERYBODY",
     "Applied",
     "Binding",
     "Patch",
@@ -44,8 +43,6 @@ __all__ = [
 
 AUDIENCE = ("megatron", "__main__", "__mp_main__")
 """The packages that see the device runtime; `__mp_main__` is the script in a process that it has spawned."""
-EVERYBODY = ("*",)
-"""Whoever holds a copy of what is patched: all modules but torch's and accel's own."""
 
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "<absent>"})()
 
@@ -137,6 +134,24 @@ class Applied:
         for b in self.bindings:
             if vars(b.owner).get(b.name, _ABSENT) is not b.after:
                 raise PatchError(f"{b} was changed after accel patched it; undo that change first")
+
+    def stale_copies(self) -> list[str]:
+        """What modules beyond the scope have copied of ``megatron`` before: it stays upstream's there."""
+        raw = {
+            id(c.raw): c.raw
+            for c in self.changes
+            if isinstance(c.owner, types.ModuleType)
+            and c.owner.__name__.startswith("megatron.")
+            and _has_aliases(c.raw)
+        }
+        return [
+            f"{module_name}.{name}"
+            for module_name, module in list(sys.modules.items())
+            if type(module) is types.ModuleType  # lazy ones would be imported by this
+            and module_name.partition(".")[0] not in (*self.scope, "accel")
+            for name, value in list(vars(module).items())
+            if id(value) in raw and raw[id(value)] is value
+        ]
 
     def undo(self) -> None:
         """Restore every binding; raises as :meth:`check` does, and then changes nothing."""
@@ -244,7 +259,7 @@ def apply(patches: Iterable[Patch], *, scope: Sequence[str] = ("megatron",)) -> 
     Args:
         patches: in any order; for one target, the replacement goes below the wraps, and wraps nest
             in the order given (first is innermost).
-        scope: top-level packages in whose modules copies of a patched function are rebound, or `EVERYBODY`.
+        scope: top-level packages in whose modules copies of a patched function are rebound.
 
     Raises:
         PatchError: on any problem; then nothing has been changed.
@@ -409,11 +424,6 @@ def _has_aliases(value: Any) -> bool:
     return callable(value) or isinstance(value, types.ModuleType)
 
 
-def _is_in(scope: tuple[str, ...], module: str) -> bool:
-    package = module.partition(".")[0]
-    return package not in ("torch", "accel") if scope == EVERYBODY else package in scope
-
-
 def aliases(
     swaps: Mapping[int, tuple[Any, Any]], scope: tuple[str, ...]
 ) -> Iterable[tuple[types.ModuleType, str, tuple[Any, Any]]]:
@@ -422,7 +432,7 @@ def aliases(
     if not swaps:
         return
     for module_name, module in list(sys.modules.items()):
-        if not isinstance(module, types.ModuleType) or not _is_in(scope, module_name):
+        if not isinstance(module, types.ModuleType) or module_name.partition(".")[0] not in scope:
             continue
         for name, value in list(vars(module).items()):  # vars(): never runs a module __getattr__
             swap = swaps.get(id(value))

@@ -25,7 +25,7 @@ from accel.feature import (
     taken_by_others,
 )
 from accel.patches import FEATURES, command_line
-from accel.patching import AUDIENCE, EVERYBODY, Applied, PatchError
+from accel.patching import AUDIENCE, Applied, PatchError
 from accel.upstream import SUPPORTED_MEGATRON, megatron_version
 
 __all__ = ["SESSION", "Session"]
@@ -117,6 +117,14 @@ class Session:
                 e.add_note(f"accel could not take everything back: {left}")
             raise
         self.preset, self.choices = preset, choices
+        if stale := self._features.stale_copies():
+            some = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
+            _log.warning(
+                "copied from Megatron before accel's features were on, and still upstream's: %s; call "
+                "accel.enable() before these modules are imported, or let them look it up in Megatron's "
+                "module at each call",
+                some,
+            )
         for change in self._features.changes:
             _log.info("%s -> %s", change.target, ", ".join(p.replacement for p in change.patches))
 
@@ -185,7 +193,7 @@ def _apply_patches(features: Sequence[Feature]) -> Applied:
     owner = {p.target: f.name for f in features for p in f.patches}
     patches = {id(p): p for f in features for p in f.patches}
     try:
-        return patching.apply(list(patches.values()), scope=EVERYBODY)
+        return patching.apply(list(patches.values()), scope=AUDIENCE)
     except PatchError as e:
         lines = [f"{owner[p.target]}: {p.target}: {p.text}" for p in e.problems]
         raise PatchError("nothing was patched:\n  " + "\n  ".join(lines), e.problems) from None

@@ -205,16 +205,18 @@ def test_version_is_that_of_the_package_that_would_be_imported() -> None:
     assert megatron_version() == __version__.partition("+")[0]
 
 
-def test_a_copy_in_somebodys_module_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_somebody_made_before_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from megatron.core.fusions import fused_bias_swiglu
 
     theirs = types.ModuleType("somebodys_loop")
     monkeypatch.setitem(sys.modules, "somebodys_loop", theirs)
     theirs.swiglu = stock = fused_bias_swiglu.bias_swiglu_impl
-    accel.enable(preset="off", fused_activation=True)
-    assert theirs.swiglu is fused_bias_swiglu.bias_swiglu_impl is not stock
-    accel.disable()
-    assert theirs.swiglu is fused_bias_swiglu.bias_swiglu_impl is stock
+    with caplog.at_level("WARNING", logger="accel"):
+        accel.enable(preset="off", fused_activation=True)
+    assert theirs.swiglu is stock is not fused_bias_swiglu.bias_swiglu_impl
+    assert "still upstream's: somebodys_loop.swiglu; call accel.enable() before" in caplog.text
 
 
 def test_options_of_enable_hold_until_a_flag_says_otherwise(
@@ -239,3 +241,16 @@ def test_options_of_enable_hold_until_a_flag_says_otherwise(
     accel.disable()
     accel.enable()
     assert validated()["preset"] == "fast"
+    accel.enable(tp_overlap=True, tp_overlap_chunks=4)
+    assert validated("--no-accel-tp-overlap")["preset"] == "fast", "with nothing said of chunks"
+
+
+def test_features_read_options_of_enable_where_they_read_flags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command_line, "_PARSED", {})
+    seen = []
+    validate = command_line.apply_when_final(lambda args, defaults: seen.append(vars(args).copy()))
+    accel.enable(norm=False, tp_overlap_chunks=3, tp_overlap=True)
+    validate(argparse.Namespace(rank=1, accel_norm=True), {})
+    assert (seen[0]["accel_norm"], seen[0]["accel_tp_overlap_chunks"]) == (True, 3)

@@ -142,7 +142,7 @@ def _counted_by_group(optimizer: Any, saved: Any, steps: float = 0) -> Any:
 
     if distrib_optimizer.HAVE_APEX_OR_TE and isinstance(optimizer, torch.optim.Adam):
         counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
-        step = max(counts, default=float(steps))
+        step = int(max(counts, default=steps))
         for group in saved["optimizer"]["param_groups"]:
             group.setdefault("step", step)
     return saved

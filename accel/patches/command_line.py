@@ -13,10 +13,10 @@ import difflib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from accel.feature import PRESETS, Context
+from accel.feature import PRESETS, Context, Feature
 from accel.patching import Patch
 from accel.upstream import megatron_version
 
@@ -109,7 +109,12 @@ def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
         flags = {**_PARSED, **{k: v for k, v in vars(args).items() if k.startswith("accel_")}}
         given = {name.removeprefix("accel_"): v for name, v in flags.items() if v is not None}
         # a flag that only can be given is False where it was not
-        wishes = SESSION.asked | {n: v for n, v in given.items() if v or n not in _SWITCHES}
+        given = {n: v for n, v in given.items() if v or n not in _SWITCHES}
+        asked = _still_asked(SESSION.asked, given)
+        for name, value in asked.items():  # features read the arguments too
+            if getattr(args, f"accel_{name}", None) is None:
+                setattr(args, f"accel_{name}", value)
+        wishes = asked | given
         wanted = [f for f in FEATURES if wishes.get(f.name) is not False]
         notes = [note for f in wanted if f.prepare is not None for note in f.prepare(context)]
         with contextlib.ExitStack() as stack:
@@ -134,6 +139,18 @@ def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
         return validated
 
     return validate
+
+
+def _still_asked(options: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of ``accel.enable()``, but for the values of features that flags have put out of use."""
+    from accel.patches import FEATURES
+
+    def dropped(feature: Feature) -> bool:
+        wish = flags.get(feature.name, options.get(feature.name))
+        return wish is False or (wish is None and "preset" in flags)
+
+    settings = {s.key(f.name) for f in FEATURES if dropped(f) for s in f.settings if s.name}
+    return {n: v for n, v in options.items() if n not in settings and n != "device"}
 
 
 @contextlib.contextmanager

@@ -50,6 +50,7 @@ class _Coalesced(threading.local):
 
 
 _COALESCED = _Coalesced()
+_FINISHING = threading.Lock()
 
 
 MAX_GATHERED = 4
@@ -347,14 +348,15 @@ class UnevenWork:
     def __init__(self, work: Any, finish: Callable[[], None]) -> None:
         self._work = work
         self._finish: Callable[[], None] | None = finish
-        UNFINISHED.append(self)
+        UNFINISHED.add(self)
 
     def wait(self, *args: Any) -> bool:
+        UNFINISHED.discard(self)  # a failure is told once
         done = bool(self._work.wait(*args))
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            UNFINISHED.remove(self)
-            finish()
+        with _FINISHING:
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
         return done
 
     def is_completed(self) -> bool:

@@ -91,7 +91,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout == torch.strided
 
 
-UNFINISHED: list[Any] = []
+UNFINISHED: set[Any] = set()
 """Handles of collectives that have something to do when they are waited for."""
 _LAST: dict[int, int] = {}
 """Group -> ticket of its last asynchronous collective that was not waited for."""
@@ -101,8 +101,9 @@ def finish_all() -> None:
     """Wait for all collectives, as a device does when it is synchronized."""
     for work in list(UNFINISHED):
         work.wait()
-    while _LAST:
-        torch.ops.accel._shared_memory_wait(*_LAST.popitem())
+    for group in list(_LAST):
+        if (ticket := _LAST.pop(group, None)) is not None:
+            torch.ops.accel._shared_memory_wait(group, ticket)
 
 
 class Work:
@@ -117,12 +118,18 @@ class Work:
     def wait(self, timeout: Any = None) -> bool:
         """Returns when the result is there. The time-out is the group's."""
         torch.ops.accel._shared_memory_wait(self._group, self._ticket)
-        if _LAST.get(self._group) == self._ticket:
-            del _LAST[self._group]
+        self._over()
         return True
 
     def is_completed(self) -> bool:
-        return bool(torch.ops.accel._shared_memory_done(self._group, self._ticket))
+        done = bool(torch.ops.accel._shared_memory_done(self._group, self._ticket))
+        if done:
+            self._over()
+        return done
+
+    def _over(self) -> None:
+        if _LAST.get(self._group) == self._ticket:
+            _LAST.pop(self._group, None)
 
 
 class Channel:
@@ -268,8 +275,13 @@ def _set_up(group: Any, files: contextlib.ExitStack) -> int:
         for handle in opened:
             torch.ops.accel._shared_memory_close(handle)
         raise
-    weakref.finalize(group, torch.ops.accel._shared_memory_close, opened[0]).atexit = False
+    weakref.finalize(group, _close, opened[0]).atexit = False
     return opened[0]
+
+
+def _close(handle: int) -> None:
+    _LAST.pop(handle, None)
+    torch.ops.accel._shared_memory_close(handle)
 
 
 class _Refused(Exception):
