@@ -155,7 +155,7 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         layout: Layout = ctx.layout
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        taken = needs_weight and layout.taken is not None and layout.taken(dy)
+        taken = needs_weight and _is_taken(dy, layout)
         needs_weight = needs_weight and not taken and not _put_off(ctx.weight, dy, x, layout)
         dx = waiting = None
         if needs_weight:
@@ -175,8 +175,8 @@ class _Linear(torch.autograd.Function):
         dw = None
         if needs_weight:
             dw = _weight_gradient(ctx.weight, dy.reshape(-1, dy.shape[-1]), x, layout)
-        elif taken and layout.into_main_grad and split_backward.current() is None:
-            dw = weight_gradient_added(ctx.weight)
+        elif taken:
+            dw = _of_others(ctx.weight, layout)
         db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.has_bias and needs_bias else None
         if waiting is not None:
             waiting.wait()
@@ -212,7 +212,9 @@ class _OverlappedRow(torch.autograd.Function):
             dy, _ = gather_rows(dy, layout.group)
         if needs_x and plan is None:
             dx = dy.matmul(weight)
-        if needs_weight and not _put_off(ctx.weight, dy, x, layout):
+        if needs_weight and _is_taken(dy, layout):
+            dw = _of_others(ctx.weight, layout)
+        elif needs_weight and not _put_off(ctx.weight, dy, x, layout):
             dw = _weight_gradient(ctx.weight, dy.reshape(-1, dy.shape[-1]), x, layout)
         return dx, dw, None
 
@@ -258,6 +260,17 @@ def _matmul_reduce(x: Tensor, w: Tensor, layout: Layout, plan: Plan) -> Tensor:
     assert layout.group is not None
     product = matmul_reduce_scatter if layout.sequence_parallel else matmul_all_reduce
     return product(x, w, layout.group, plan)
+
+
+def _is_taken(dy: Tensor, layout: Layout) -> bool:
+    return layout.taken is not None and layout.taken(dy)
+
+
+def _of_others(weight: Any, layout: Layout) -> Tensor | None:
+    """What is returned for a weight gradient that others compute: its hooks run all the same."""
+    if not layout.into_main_grad or split_backward.current() is not None:
+        return None
+    return weight_gradient_added(weight)
 
 
 def _put_off(weight: Any, dy: Tensor, x: Tensor, layout: Layout) -> bool:
