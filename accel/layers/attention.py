@@ -280,9 +280,8 @@ class DotProductAttention(ExtraState):
         window = self._window if window_size is None else window_size
         if window is not None:
             window = (max(-1, window[0]), max(-1, window[1]))
-            if (
-                window == (-1, 0) and "causal" not in kind
-            ):  # that of a causal layer, for Transformer Engine
+            # Transformer Engine's window of a causal layer
+            if window == (-1, 0) and "causal" not in kind:
                 window = (-1, -1)
         if layout == "thd":
             if cu_seqlens_q is None or cu_seqlens_kv is None:

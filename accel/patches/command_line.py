@@ -111,10 +111,8 @@ def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
         # a flag that only can be given is False where it was not
         given = {n: v for n, v in given.items() if v or n not in _SWITCHES}
         asked = _still_asked(SESSION.asked, given)
-        for name, value in asked.items():  # features read the arguments too
-            if getattr(args, f"accel_{name}", None) is None:
-                setattr(args, f"accel_{name}", value)
         wishes = asked | given
+        _show(args, wishes)
         wanted = [f for f in FEATURES if wishes.get(f.name) is not False]
         notes = [note for f in wanted if f.prepare is not None for note in f.prepare(context)]
         with contextlib.ExitStack() as stack:
@@ -124,9 +122,7 @@ def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
                     stack.enter_context(f.around_validation(context))
             validated = validate_args(args, defaults)
         final = args if validated is None else validated  # another one with --yaml-cfg
-        for name, value in flags.items():
-            if not hasattr(final, name):
-                setattr(final, name, value)
+        _show(final, wishes)
         SESSION.apply(
             preset=wishes.get("preset", "fast"),
             wishes=wishes,
@@ -139,6 +135,13 @@ def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
         return validated
 
     return validate
+
+
+def _show(args: Any, wishes: Mapping[str, Any]) -> None:
+    """As the arguments that features read: options of ``accel.enable()``, and flags that yaml has dropped."""
+    for name, value in wishes.items():
+        if getattr(args, f"accel_{name}", None) is None:
+            setattr(args, f"accel_{name}", value)
 
 
 def _still_asked(options: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
