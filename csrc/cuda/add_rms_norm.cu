@@ -10,6 +10,7 @@ void add_rms_norm_forward(const RmsNormForward& op, Queue queue) {
 }
 
 void add_rms_norm_backward(const RmsNormBackward& op, int64_t num_programs, Queue queue) {
+  if (!op.dtotal) return rms_norm_backward(op, num_programs, queue);  // what is left of it
   whole_packs(op.num_cols, op.dtype, op.dy, op.dtotal, op.x, op.weight, op.dx)
       ? launch_backward<true, true>(op, num_programs, queue)
       : launch_backward<true, false>(op, num_programs, queue);

@@ -64,7 +64,7 @@ ACCEL_DEVICE void store_sums(float* to, const float (&sums)[kCount]) {
   }
 }
 
-// Each thread's sums, one for each of its columns, over the teams of a block of 512: a pack at a time.
+// Each thread's sums, one for each of its columns, over the teams of a block of 512 or less: a pack at a time.
 template <typename Teams, typename T, int kCount>
 ACCEL_DEVICE void store_partial_of_teams(const Teams& teams, int64_t num_cols,
                                          const float (&sums)[kCount][kPack<T>], float* partial_N) {
@@ -75,7 +75,7 @@ ACCEL_DEVICE void store_partial_of_teams(const Teams& teams, int64_t num_cols,
     __syncthreads();  // what was stored before this is read
     store_sums(of_thread + threadIdx.x * kPack<T>, sums[k]);
     __syncthreads();
-    for (int col = threadIdx.x; col < step && k * step + col < num_cols; col += kMaxThreadsBackward) {
+    for (int col = threadIdx.x; col < step && k * step + col < num_cols; col += blockDim.x) {
       float sum = 0.0f;
       for (int team = 0; team < teams.teams_per_block(); ++team) sum += of_thread[team * step + col];
       partial_N[k * step + col] = sum;

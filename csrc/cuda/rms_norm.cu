@@ -4,8 +4,9 @@
 
 namespace accel::cuda {
 
-int64_t rms_norm_programs(int64_t num_rows, int64_t num_cols, Dtype dtype, int num_processors) {
-  return norm_programs(backward_block(num_cols, dtype), num_rows, num_processors);
+int64_t rms_norm_programs(int64_t num_rows, int64_t num_cols, Dtype dtype, float weight_offset,
+                          int num_processors) {
+  return BackwardRows(num_cols, dtype, weight_offset).num_programs(num_rows, num_processors);
 }
 
 void rms_norm_forward(const RmsNormForward& op, Queue queue) {

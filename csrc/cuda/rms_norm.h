@@ -23,7 +23,7 @@ struct RmsNormForward {
 
 struct RmsNormBackward {
   const void* dy;
-  const void* dtotal;  // [T, N] or null, for add_rms_norm
+  const void* dtotal;  // [T, N], for add_rms_norm, or null where total was not used
   const void* x;       // for add_rms_norm, total
   const void* weight;
   const float* rstd;
@@ -37,7 +37,8 @@ struct RmsNormBackward {
 };
 
 // P, which the caller allocates for.
-int64_t rms_norm_programs(int64_t num_rows, int64_t num_cols, Dtype dtype, int num_processors);
+int64_t rms_norm_programs(int64_t num_rows, int64_t num_cols, Dtype dtype, float weight_offset,
+                          int num_processors);
 
 void rms_norm_forward(const RmsNormForward& args, Queue queue);
 void rms_norm_backward(const RmsNormBackward& args, int64_t num_programs, Queue queue);

@@ -7,48 +7,22 @@
 //
 // What these kernels wait for is instructions. So rows that fill their threads exactly, those of most models,
 // have kernels of their own, which know N and the weight's dtype and keep it in registers. Of 64 Mi elements
-// on an H200, backward, they took 107 to 110 us, and 127 to 150 with bounds and weights of either dtype.
+// on an H200, backward, they took 107 to 110 us, and 127 to 150 with bounds and weights of either dtype; from
+// sm_90 on, rms_norm_ring.h is faster still.
 #pragma once
 
-#include "norm_rows.h"
-#include "rms_norm.h"
+#include "rms_norm_parts.h"
+#include "rms_norm_ring.h"
 #include "sum_partials.h"
 
 namespace accel::cuda {
 namespace {
 
-// Of a row, in registers, in each thread. Backward there are x, dy (and dtotal) at once, and dweight in
-// fp32: 4 packs take some 110 registers, of which a block of 512 threads may have 128 each.
-constexpr int kPacks = 4;
 constexpr int kMaxExactThreads = 512;
 // Of a block forward, at least, and no less than two rows where they fit: 16384 rows of 128 threads took
 // 67.6 us of an H200, one to a block 71.7; 8192 of 256 threads 67.3 and 67.8. (Loads and stores that ask not
 // to be kept in the caches changed little there, and took 72 us beside other kernels' buffers.)
 constexpr int kMinExactThreads = 256;
-
-// A pack's share of the weight, kept in registers.
-template <typename T, typename W>
-struct WeightPack {
-  Pack<W> packs[kPack<T> / kPack<W>];
-
-  ACCEL_DEVICE void load(const W* p) {
-#pragma unroll
-    for (int i = 0; i < kPack<T> / kPack<W>; ++i) {
-      packs[i] = cuda::load<true>(p + i * kPack<W>, kPack<W>);
-    }
-  }
-  ACCEL_DEVICE float operator[](int i) const { return packs[i / kPack<W>][i % kPack<W>]; }
-  ACCEL_DEVICE float again(int i) const { return packs[i / kPack<W>].again(i % kPack<W>); }
-  ACCEL_DEVICE void stay_packed() {
-#pragma unroll
-    for (int i = 0; i < kPack<T> / kPack<W>; ++i) packs[i].stay_packed();
-  }
-};
-
-struct ForwardCall {
-  RmsNormForward op;
-  NormRows rows;
-};
 
 template <typename T>
 ACCEL_DEVICE Pack<T> sum_of(const Pack<T>& a, const Pack<T>& b) {
@@ -72,14 +46,6 @@ ACCEL_DEVICE Pack<T> norm_input(const RmsNormForward& op, int64_t at, int64_t co
   }
   return x;
 }
-
-// Of even and of odd elements: two chains of additions.
-struct Sums {
-  float even = 0.0f, odd = 0.0f;
-
-  ACCEL_DEVICE void add(int i, float a, float b) { (i % 2 ? odd : even) = fmaf(a, b, i % 2 ? odd : even); }
-  ACCEL_DEVICE float total() const { return even + odd; }
-};
 
 template <typename T>
 ACCEL_DEVICE void add_squares(const Pack<T>& x, Sums& squares) {
@@ -193,11 +159,6 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_forward_long_rows(const 
   if (threadIdx.x == 0) op.rstd[row] = rstd;
 }
 
-struct BackwardCall {
-  RmsNormBackward op;
-  NormRows rows;
-};
-
 // With g = dy scale: adds g x over this pack. (rstd is a factor of the whole sum.)
 template <typename T, bool kWhole>
 ACCEL_DEVICE void add_dots(const RmsNormBackward& op, const Pack<T>& x, const Pack<T>& dy, int64_t col,
@@ -208,25 +169,6 @@ ACCEL_DEVICE void add_dots(const RmsNormBackward& op, const Pack<T>& x, const Pa
   for (int i = 0; i < kPack<T>; ++i) dots.add(i, dy[i] * scale[i], x[i]);
 }
 
-// dx = rstd (g - h mean(g h)) = g rstd + x slope, with h = x rstd.
-struct RowGradient {
-  float rstd, slope;
-  ACCEL_DEVICE RowGradient(float dot, float num_cols, float rstd)
-      : rstd(rstd), slope(-(dot * rstd / num_cols) * rstd * rstd) {}
-};
-
-// dx of one element, to which dtotal is added after rounding; adds dy h to dweight. Contractions are by hand:
-// the same bits in every kernel.
-template <typename T, bool kAdd>
-ACCEL_DEVICE float dx_of(const RowGradient& row, float x, float dy, float scale, bool has_dtotal,
-                         float dtotal, float& dweight) {
-  const float d = dy * row.rstd;
-  float dx = fmaf(d, scale, x * row.slope);
-  if (kAdd && has_dtotal) dx = __fadd_rn(rounded<T>(dx), dtotal);
-  dweight = fmaf(d, x, dweight);
-  return dx;
-}
-
 template <typename T, bool kAdd, bool kWhole>
 ACCEL_DEVICE void write_dx(const RmsNormBackward& op, const Pack<T>& x, const Pack<T>& dy,
                            const Pack<T>& dtotal, int64_t at, int64_t col, int64_t count,
@@ -235,7 +177,7 @@ ACCEL_DEVICE void write_dx(const RmsNormBackward& op, const Pack<T>& x, const Pa
   load_scale<T, kWhole>(op.weight, op.weight_is_float, op.weight_offset, col, count, dx);
 #pragma unroll
   for (int i = 0; i < kPack<T>; ++i) {
-    dx[i] = dx_of<T, kAdd>(row, x[i], dy[i], dx[i], op.dtotal, kAdd ? dtotal[i] : 0.0f, dweight[i]);
+    dx[i] = dx_of<T, kAdd>(row, x[i], dy[i], dx[i], kAdd ? dtotal[i] : 0.0f, dweight[i]);
   }
   store<kWhole>(static_cast<T*>(op.dx) + at, pack_of<T>(dx), count);
 }
@@ -261,7 +203,7 @@ __global__ void __launch_bounds__(kMaxThreadsBackward)
       x[k] = load<kWhole>(static_cast<const T*>(op.x) + at, count);
       dy[k] = load<kWhole>(static_cast<const T*>(op.dy) + at, count);
       if constexpr (kAdd && kWhole) {
-        if (op.dtotal) dtotal[k] = load<true>(static_cast<const T*>(op.dtotal) + at, count);
+        dtotal[k] = load<true>(static_cast<const T*>(op.dtotal) + at, count);
       }
     }
     Sums dots;
@@ -279,7 +221,7 @@ __global__ void __launch_bounds__(kMaxThreadsBackward)
       x[k].stay_packed(), dy[k].stay_packed();
       const int64_t col = rows.template col<T>(k), at = start + col, count = num_cols - col;
       if constexpr (kAdd && !kWhole) {  // late: elements one by one take twice the registers
-        if (op.dtotal) dtotal[0] = load<false>(static_cast<const T*>(op.dtotal) + at, count);
+        dtotal[0] = load<false>(static_cast<const T*>(op.dtotal) + at, count);
       }
       write_dx<T, kAdd, kWhole>(op, x[k], dy[k], dtotal[kAdd && kWhole ? k : 0], at, col, count, gradient,
                                 dweight[k]);
@@ -293,8 +235,8 @@ __global__ void __launch_bounds__(kMaxThreadsBackward)
   }
 }
 
-// Rows of whole packs that fill threads exactly; the weight is of type W and has no offset, and with kAdd
-// there is dtotal. Rows go to the teams as above.
+// Rows of whole packs that fill threads exactly, for GPUs without bulk copies; the weight is of type W and has
+// no offset. Rows go to the teams as above.
 template <typename T, typename W, bool kAdd, int kLog2Threads>
 __global__ void __launch_bounds__(kMaxExactThreads, 1) rms_norm_backward_exact_rows(const BackwardCall call) {
   const RmsNormBackward& op = call.op;
@@ -336,7 +278,7 @@ __global__ void __launch_bounds__(kMaxExactThreads, 1) rms_norm_backward_exact_r
       float dx[kPack<T>];
 #pragma unroll
       for (int i = 0; i < kPack<T>; ++i) {
-        dx[i] = dx_of<T, kAdd>(gradient, x[k].again(i), dy[k].again(i), weight[k].again(i), true,
+        dx[i] = dx_of<T, kAdd>(gradient, x[k].again(i), dy[k].again(i), weight[k].again(i),
                                kAdd ? dtotal[k][i] : 0.0f, dweight[k][i]);
       }
       store<true>(static_cast<T*>(op.dx) + start + k * kStep, pack_of<T>(dx), kPack<T>);
@@ -372,7 +314,7 @@ __global__ void __launch_bounds__(kMaxThreadsBackward, 1)
       const Pack<T> dy = load<kWhole>(static_cast<const T*>(op.dy) + at, count);
       Pack<T> dtotal;
       if constexpr (kAdd) {
-        if (op.dtotal) dtotal = load<kWhole>(static_cast<const T*>(op.dtotal) + at, count);
+        dtotal = load<kWhole>(static_cast<const T*>(op.dtotal) + at, count);
       }
       float dweight[kPack<T>];
 #pragma unroll
@@ -430,15 +372,28 @@ void launch_forward(const RmsNormForward& op, Queue queue) {
   launch(kernel, num_blocks, block.threads_per_block, queue, call);
 }
 
-// The threads of a row are those of a block of 512, or of 128 where rows share a warp.
-RowBlock backward_block(int64_t num_cols, Dtype dtype) {
-  RowBlock block(num_cols, dtype, kPacks, kMaxThreadsBackward);
-  if ((1 << block.log2_threads) > kWarp) {
-    block.threads_per_block = kMaxThreadsBackward;
-    block.rows_per_block = kMaxThreadsBackward >> block.log2_threads;
+// How the rows of a backward go to blocks and programs. Where a ring could have them it hangs on that, and not
+// on whether it has: tensors may lie so that another kernel must, which then gives the same bits.
+struct BackwardRows {
+  RowBlock block;
+  bool in_ring;
+
+  BackwardRows(int64_t num_cols, Dtype dtype, float weight_offset)
+      : block(num_cols, dtype, kPacks, kMaxThreadsBackward),
+        in_ring(has_bulk_copies() && is_exact(block, num_cols, dtype, weight_offset)) {
+    const int threads = 1 << block.log2_threads;
+    // A block of 512, or of 128 where rows share a warp.
+    if (threads > kWarp) block.threads_per_block = in_ring ? std::max(kRingThreads, threads) : kMaxThreadsBackward;
+    block.rows_per_block = block.threads_per_block >> block.log2_threads;
   }
-  return block;
-}
+
+  int64_t num_programs(int64_t num_rows, int num_processors) const {
+    if (!in_ring) return norm_programs(block, num_rows, num_processors);
+    const int blocks_of_row = std::max(1, (1 << block.log2_threads) / kRingThreads);
+    return std::min<int64_t>(ceil_div(num_rows, block.rows_per_block),
+                             std::max(1, num_processors / blocks_of_row));
+  }
+};
 
 template <typename T, typename W, bool kAdd>
 auto exact_backward_kernel(int log2_threads) {
@@ -452,20 +407,23 @@ auto exact_backward_kernel(int log2_threads) {
 
 template <bool kAdd, bool kWhole>
 void launch_backward(const RmsNormBackward& op, int64_t num_programs, Queue queue) {
-  const RowBlock block = backward_block(op.num_cols, op.dtype);
+  const auto [block, in_ring] = BackwardRows(op.num_cols, op.dtype, op.weight_offset);
   const bool whole = fits(block, kPacks, op.num_cols, op.dtype);
-  const bool exact = kWhole && is_exact(block, op.num_cols, op.dtype, op.weight_offset) &&
-      (!kAdd || op.dtotal);
-  auto* kernel = for_dtype(op.dtype, [&]<typename T> {
-    if (exact) {
-      return op.weight_is_float ? exact_backward_kernel<T, float, kAdd>(block.log2_threads)
-                                : exact_backward_kernel<T, T, kAdd>(block.log2_threads);
-    }
-    return whole ? &rms_norm_backward_whole_rows<T, kAdd, kWhole>
-                 : &rms_norm_backward_long_rows<T, kAdd, kWhole>;
-  });
+  const bool exact = kWhole && is_exact(block, op.num_cols, op.dtype, op.weight_offset);
   const BackwardCall call{op, {op.num_rows, op.num_cols, {block.log2_threads}}};
-  launch(kernel, static_cast<unsigned>(num_programs), block.threads_per_block, queue, call);
+  if (exact && in_ring) {
+    launch_ring<kAdd>(call, num_programs, queue);
+  } else {
+    auto* kernel = for_dtype(op.dtype, [&]<typename T> {
+      if (exact) {
+        return op.weight_is_float ? exact_backward_kernel<T, float, kAdd>(block.log2_threads)
+                                  : exact_backward_kernel<T, T, kAdd>(block.log2_threads);
+      }
+      return whole ? &rms_norm_backward_whole_rows<T, kAdd, kWhole>
+                   : &rms_norm_backward_long_rows<T, kAdd, kWhole>;
+    });
+    launch(kernel, static_cast<unsigned>(num_programs), block.threads_per_block, queue, call);
+  }
   sum_partials({op.dweight_PN, op.dweight, num_programs, op.num_cols, op.weight_is_float}, op.dtype,
                queue);
 }

@@ -75,7 +75,9 @@ std::tuple<Tensor, Tensor> backward(
   const Queue queue = device.queue();
   const Dtype dtype = dtype_of(total.scalar_type(), "add_rms_norm backward");
   const int64_t num_rows = rstd.numel(), num_cols = total.size(-1);
-  const int64_t num_programs = rms_norm_programs(num_rows, num_cols, dtype, queue.num_processors);
+  const float weight_offset = zero_centered ? 1.0f : 0.0f;
+  const int64_t num_programs =
+      rms_norm_programs(num_rows, num_cols, dtype, weight_offset, queue.num_processors);
   Tensor dweight_PN = at::empty({num_programs, num_cols}, rstd.options());
   Tensor dweight = at::empty({num_cols}, weight.options());
   add_rms_norm_backward(
@@ -89,7 +91,7 @@ std::tuple<Tensor, Tensor> backward(
        .dweight = dweight.mutable_data_ptr(),
        .num_rows = num_rows,
        .num_cols = num_cols,
-       .weight_offset = zero_centered ? 1.0f : 0.0f,
+       .weight_offset = weight_offset,
        .dtype = dtype,
        .weight_is_float = weight.scalar_type() == at::kFloat},
       num_programs, queue);

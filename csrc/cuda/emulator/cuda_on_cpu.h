@@ -6,6 +6,9 @@
 // any number of kernels sees both), so that a missing barrier shows. Shared memory is full of NaN when a
 // block starts. A barrier or shuffle that some thread of the block or warp never reaches is
 // an error. What lies around tensors is watched by guarded_memory.cpp.
+//
+// The blocks of a cluster run together. A bulk copy is made at once in half of the blocks, so that one which
+// comes before its room is free shows, and in the others not before some thread waits for it.
 #pragma once
 
 #include <algorithm>
@@ -46,14 +49,25 @@ struct Position {
 };
 
 extern Position position;  // of the thread that runs
+extern bool has_bulk_copies;
 
-void run(dim3 grid, unsigned block, const std::function<void()>& kernel);
+void run(dim3 grid, unsigned block, const std::function<void()>& kernel, unsigned launched_shared_bytes = 0,
+         unsigned blocks_per_cluster = 1);
 void barrier();  // of the block
 void barrier(int name, unsigned num_threads);  // 1 .. 15
 uint32_t exchange(uint32_t word, int from_lane);  // between the lanes of a warp
 void* shared_memory(const void* key, size_t num_bytes);
+unsigned char* launched_shared();
+void cluster_barrier();
 void check_aligned(const void* p, size_t num_bytes);  // that begin there, at a multiple of their number
 void fail_assertion(const char* condition);
+
+// Class Arrivals of accel/cuda/bulk_copy.h.
+void begin_arrivals(uint64_t* arrivals);
+void expect_bytes(uint64_t* arrivals, uint32_t num_bytes);
+void wait_for_bytes(const uint64_t* arrivals, int phase);
+void bulk_copy(void* to_shared, const void* from, uint32_t num_bytes, uint64_t* arrivals);
+void send(float value, float* slot, uint64_t* arrivals, int block_of_cluster);
 
 }  // namespace accel::cuda::emulator
 
