@@ -1,11 +1,13 @@
 #include "layer_norm.h"
 
 #include "norm_rows.h"
+#include "row_ring.h"
 #include "sum_partials.h"
 
 // The variance is the mean square about the mean, which keeps the digits that E[x^2] - E[x]^2 loses.
 //
-// A row that its threads can hold in registers is read from memory once. A longer one is read three times
+// A row that its threads can hold in registers is read from memory once (backward, by row_ring.h where it can
+// be: of 64 Mi elements on an H200, straight from memory, it took 215 to 235 us). A longer one is read three times
 // forward and twice backward, but once from memory: then from a cache. Backward, P programs take rows in turn
 // and sum dweight and dbias over theirs.
 
@@ -250,6 +252,69 @@ __global__ void __launch_bounds__(kMaxThreadsBackward, 1)
   }
 }
 
+template <typename T, int kLog2Threads>
+using LayerNormRing = RowRing<T, 2, 2, kLog2Threads>;
+
+// The weight is of type W and has no offset.
+template <typename T, typename W, int kLog2Threads>
+__global__ void __launch_bounds__(kRingThreads, 1) layer_norm_backward_ring(const BackwardCall call) {
+#if ACCEL_BULK_COPIES
+  const LayerNormBackward& op = call.op;
+  using Ring = LayerNormRing<T, kLog2Threads>;
+  Ring ring(op.num_rows, op.x, op.dy);
+  const W* weight_of_lane = static_cast<const W*>(op.weight) + ring.first_col();
+  float dweight[kRingPacks][kPack<T>] = {}, dbias[kRingPacks][kPack<T>] = {};
+  WeightPack<T, W> weight[kRingPacks];
+#pragma unroll
+  for (int k = 0; k < kRingPacks; ++k) weight[k].load(weight_of_lane + k * Ring::kStep);
+  for (; ring.has_row(); ring.next()) {
+    const float mean = op.mean[ring.row()], rstd = op.rstd[ring.row()];
+    ring.wait();
+    Pack<T> x[kRingPacks], dy[kRingPacks];
+#pragma unroll
+    for (int k = 0; k < kRingPacks; ++k) x[k] = ring.pack(0, k), dy[k] = ring.pack(1, k);
+    float sums[2] = {};  // of g and of g (x - mean)
+#pragma unroll
+    for (int k = 0; k < kRingPacks; ++k) {
+      weight[k].stay_packed();
+#pragma unroll
+      for (int i = 0; i < kPack<T>; ++i) {
+        const float g = dy[k][i] * weight[k][i];
+        sums[0] += g;
+        sums[1] = fmaf(g, x[k][i] - mean, sums[1]);
+      }
+    }
+    ring.sum(sums);
+    const float offset = -sums[0] / Ring::kCols * rstd, slope = -sums[1] / Ring::kCols * rstd * rstd * rstd;
+#pragma unroll
+    for (int k = 0; k < kRingPacks; ++k) {
+      x[k].stay_packed(), dy[k].stay_packed(), weight[k].stay_packed();
+      float dx[kPack<T>];
+#pragma unroll
+      for (int i = 0; i < kPack<T>; ++i) {
+        const float dy_i = dy[k].again(i), centred = x[k].again(i) - mean, d = dy_i * rstd;
+        dx[i] = fmaf(d, weight[k].again(i), fmaf(centred, slope, offset));
+        dweight[k][i] = fmaf(d, centred, dweight[k][i]);
+        dbias[k][i] += dy_i;
+      }
+      store<true>(static_cast<T*>(op.dx) + ring.start() + k * Ring::kStep, pack_of<T>(dx), kPack<T>);
+    }
+  }
+  ring.store(dweight, op.dweight_PN);
+  ring.store(dbias, op.dbias_PN);
+  ring.end();
+#endif
+}
+
+// Threads of a row in a ring are other ones than above, where dbias leaves room for fewer packs.
+RowBlock ring_block(int64_t num_cols, Dtype dtype) {
+  return RowBlock(num_cols, dtype, kRingPacks, kMaxThreadsBackward);
+}
+
+bool is_in_ring(int64_t num_cols, Dtype dtype, float weight_offset) {
+  return weight_offset == 0.0f && fits_ring(ring_block(num_cols, dtype).log2_threads, num_cols, dtype);
+}
+
 template <bool kWhole>
 void launch_forward(const LayerNormForward& op, Queue queue) {
   const RowBlock block(op.num_cols, op.dtype, kPacks, kMaxThreads);
@@ -262,8 +327,23 @@ void launch_forward(const LayerNormForward& op, Queue queue) {
   launch(kernel, num_blocks, block.threads_per_block, queue, call);
 }
 
+void launch_backward_in_ring(const LayerNormBackward& op, int64_t num_programs, Queue queue) {
+  const int log2_threads = ring_block(op.num_cols, op.dtype).log2_threads;
+  with_log2_threads(log2_threads, [&]<int kLog2Threads> {
+    for_dtype(op.dtype, [&]<typename T> {
+      auto* kernel = op.weight_is_float ? &layer_norm_backward_ring<T, float, kLog2Threads>
+                                        : &layer_norm_backward_ring<T, T, kLog2Threads>;
+      const BackwardCall call{op, {op.num_rows, op.num_cols, {log2_threads}}};
+      launch_ring<LayerNormRing<T, kLog2Threads>>(kernel, num_programs, queue, call);
+    });
+  });
+}
+
 template <bool kWhole>
 void launch_backward(const LayerNormBackward& op, int64_t num_programs, Queue queue) {
+  if (kWhole && is_in_ring(op.num_cols, op.dtype, op.weight_offset)) {
+    return launch_backward_in_ring(op, num_programs, queue);
+  }
   const RowBlock block(op.num_cols, op.dtype, kPacksBackward, kMaxThreadsBackward);
   const bool whole = fits(block, kPacksBackward, op.num_cols, op.dtype);
   auto* kernel = for_dtype(op.dtype, [&]<typename T> {
@@ -275,7 +355,11 @@ void launch_backward(const LayerNormBackward& op, int64_t num_programs, Queue qu
 
 }  // namespace
 
-int64_t layer_norm_programs(int64_t num_rows, int64_t num_cols, Dtype dtype, int num_processors) {
+int64_t layer_norm_programs(int64_t num_rows, int64_t num_cols, Dtype dtype, float weight_offset,
+                            int num_processors) {
+  if (is_in_ring(num_cols, dtype, weight_offset)) {
+    return ring_programs(ring_block(num_cols, dtype).log2_threads, num_rows, num_processors);
+  }
   const RowBlock block(num_cols, dtype, kPacksBackward, kMaxThreadsBackward);
   return norm_programs(block, num_rows, num_processors);
 }

@@ -38,7 +38,8 @@ struct LayerNormBackward {
 };
 
 // P, which the caller allocates for.
-int64_t layer_norm_programs(int64_t num_rows, int64_t num_cols, Dtype dtype, int num_processors);
+int64_t layer_norm_programs(int64_t num_rows, int64_t num_cols, Dtype dtype, float weight_offset,
+                            int num_processors);
 
 void layer_norm_forward(const LayerNormForward& op, Queue queue);
 void layer_norm_backward(const LayerNormBackward& op, int64_t num_programs, Queue queue);

@@ -42,6 +42,25 @@ ACCEL_DEVICE void load_scale(const void* weight, bool weight_is_float, float off
   for (int i = 0; i < kPack<T>; ++i) scale[i] += offset;
 }
 
+// A pack's share of the weight, kept in registers.
+template <typename T, typename W>
+struct WeightPack {
+  Pack<W> packs[kPack<T> / kPack<W>];
+
+  ACCEL_DEVICE void load(const W* p) {
+#pragma unroll
+    for (int i = 0; i < kPack<T> / kPack<W>; ++i) {
+      packs[i] = cuda::load<true>(p + i * kPack<W>, kPack<W>);
+    }
+  }
+  ACCEL_DEVICE float operator[](int i) const { return packs[i / kPack<W>][i % kPack<W>]; }
+  ACCEL_DEVICE float again(int i) const { return packs[i / kPack<W>].again(i % kPack<W>); }
+  ACCEL_DEVICE void stay_packed() {
+#pragma unroll
+    for (int i = 0; i < kPack<T> / kPack<W>; ++i) packs[i].stay_packed();
+  }
+};
+
 // What the warps of a block with several rows to a warp have summed.
 template <typename T, int kCount>
 struct WarpSums {

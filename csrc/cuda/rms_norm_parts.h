@@ -21,25 +21,6 @@ struct BackwardCall {
   NormRows rows;
 };
 
-// A pack's share of the weight, kept in registers.
-template <typename T, typename W>
-struct WeightPack {
-  Pack<W> packs[kPack<T> / kPack<W>];
-
-  ACCEL_DEVICE void load(const W* p) {
-#pragma unroll
-    for (int i = 0; i < kPack<T> / kPack<W>; ++i) {
-      packs[i] = cuda::load<true>(p + i * kPack<W>, kPack<W>);
-    }
-  }
-  ACCEL_DEVICE float operator[](int i) const { return packs[i / kPack<W>][i % kPack<W>]; }
-  ACCEL_DEVICE float again(int i) const { return packs[i / kPack<W>].again(i % kPack<W>); }
-  ACCEL_DEVICE void stay_packed() {
-#pragma unroll
-    for (int i = 0; i < kPack<T> / kPack<W>; ++i) packs[i].stay_packed();
-  }
-};
-
 // Of even and of odd elements: two chains of additions.
 struct Sums {
   float even = 0.0f, odd = 0.0f;

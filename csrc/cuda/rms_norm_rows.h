@@ -380,7 +380,7 @@ struct BackwardRows {
 
   BackwardRows(int64_t num_cols, Dtype dtype, float weight_offset)
       : block(num_cols, dtype, kPacks, kMaxThreadsBackward),
-        in_ring(has_bulk_copies() && is_exact(block, num_cols, dtype, weight_offset)) {
+        in_ring(weight_offset == 0.0f && fits_ring(block.log2_threads, num_cols, dtype)) {
     const int threads = 1 << block.log2_threads;
     // A block of 512, or of 128 where rows share a warp.
     if (threads > kWarp) block.threads_per_block = in_ring ? std::max(kRingThreads, threads) : kMaxThreadsBackward;
@@ -388,10 +388,8 @@ struct BackwardRows {
   }
 
   int64_t num_programs(int64_t num_rows, int num_processors) const {
-    if (!in_ring) return norm_programs(block, num_rows, num_processors);
-    const int blocks_of_row = std::max(1, (1 << block.log2_threads) / kRingThreads);
-    return std::min<int64_t>(ceil_div(num_rows, block.rows_per_block),
-                             std::max(1, num_processors / blocks_of_row));
+    return in_ring ? ring_programs(block.log2_threads, num_rows, num_processors)
+                   : norm_programs(block, num_rows, num_processors);
   }
 };
 
@@ -411,8 +409,8 @@ void launch_backward(const RmsNormBackward& op, int64_t num_programs, Queue queu
   const bool whole = fits(block, kPacks, op.num_cols, op.dtype);
   const bool exact = kWhole && is_exact(block, op.num_cols, op.dtype, op.weight_offset);
   const BackwardCall call{op, {op.num_rows, op.num_cols, {block.log2_threads}}};
-  if (exact && in_ring) {
-    launch_ring<kAdd>(call, num_programs, queue);
+  if (kWhole && in_ring) {
+    launch_ring_of<kAdd>(call, num_programs, queue);
   } else {
     auto* kernel = for_dtype(op.dtype, [&]<typename T> {
       if (exact) {

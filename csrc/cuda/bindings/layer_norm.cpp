@@ -59,7 +59,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   const Queue queue = device.queue();
   const Dtype dtype = dtype_of(x.scalar_type(), op);
   const int64_t num_rows = rstd.numel(), num_cols = x.size(-1);
-  const int64_t num_programs = layer_norm_programs(num_rows, num_cols, dtype, queue.num_processors);
+  const float weight_offset = zero_centered ? 1.0f : 0.0f;
+  const int64_t num_programs =
+      layer_norm_programs(num_rows, num_cols, dtype, weight_offset, queue.num_processors);
   Tensor partials_2PN = at::empty({2, num_programs, num_cols}, rstd.options());
   Tensor dweight = at::empty({num_cols}, weight.options()), dbias = at::empty({num_cols}, weight.options());
   layer_norm_backward(
@@ -75,7 +77,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
        .dbias = dbias.mutable_data_ptr(),
        .num_rows = num_rows,
        .num_cols = num_cols,
-       .weight_offset = zero_centered ? 1.0f : 0.0f,
+       .weight_offset = weight_offset,
        .dtype = dtype,
        .weight_is_float = weight.scalar_type() == at::kFloat},
       num_programs, queue);

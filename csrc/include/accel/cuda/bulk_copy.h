@@ -1,55 +1,33 @@
 // What the copy engine of sm_90 and later does for a kernel: it brings memory into shared memory while no
-// thread waits, and counts the bytes where threads then look; between the blocks of a cluster too.
-// Kernels of this kind are launched only where has_bulk_copies(), and do nothing in code for less.
+// thread waits, and counts the bytes where threads then look; between the blocks of a cluster too. Kernels of
+// this kind are launched only where has_bulk_copies(); in code for less their bodies are left out by
+// ACCEL_BULK_COPIES.
 #pragma once
-
-#include <atomic>
 
 #include "accel/cuda/device.h"
 
 namespace accel::cuda {
 
-#if defined(__CUDACC__) && (!defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900)
-#define ACCEL_BULK_ASM(...) asm volatile(__VA_ARGS__)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define ACCEL_BULK_COPIES 0
 #else
-#define ACCEL_BULK_ASM(...) static_cast<void>(0)
+#define ACCEL_BULK_COPIES 1
 #endif
 
-#ifdef __CUDACC__
-namespace {
-
-__global__ void compiled_for() {}
-
-}  // namespace
-
 // Whether the current device has them, and runs code that was compiled for them, not for an older one.
-inline bool has_bulk_copies() {
-  constexpr int kMaxDevices = 64;
-  static std::atomic<int> versions[kMaxDevices];
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) return false;
-  int version = versions[device].load(std::memory_order_relaxed);
-  if (!version) {
-    cudaFuncAttributes code{};
-    if (cudaFuncGetAttributes(&code, compiled_for) != cudaSuccess) return false;
-    version = code.ptxVersion;
-    versions[device].store(version, std::memory_order_relaxed);
-  }
-  return version >= 90;
-}
+bool has_bulk_copies();
 
+#ifdef __CUDACC__
 ACCEL_DEVICE uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
 // The address of the same variable in another block of the cluster.
-ACCEL_DEVICE uint32_t address_in_block(uint32_t address, [[maybe_unused]] int block_of_cluster) {
-  [[maybe_unused]] uint32_t there = address;
-  ACCEL_BULK_ASM("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block_of_cluster));
+ACCEL_DEVICE uint32_t address_in_block(uint32_t address, int block_of_cluster) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block_of_cluster));
   return there;
 }
-#else
-inline bool has_bulk_copies() { return emulator::has_bulk_copies; }
 #endif
 
 // Bytes that are on their way into shared memory. A phase ends when one thread has said how many there are to
@@ -59,17 +37,17 @@ class Arrivals {
   // By one thread; others may use it after a barrier.
   ACCEL_DEVICE void begin() {
 #ifdef __CUDACC__
-    ACCEL_BULK_ASM("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&state_)) : "memory");
-    ACCEL_BULK_ASM("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&state_)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #else
     emulator::begin_arrivals(&state_);
 #endif
   }
 
   // By one thread, once in a phase.
-  ACCEL_DEVICE void expect([[maybe_unused]] uint32_t num_bytes) {
+  ACCEL_DEVICE void expect(uint32_t num_bytes) {
 #ifdef __CUDACC__
-    ACCEL_BULK_ASM("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&state_)),
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&state_)),
                    "r"(num_bytes)
                    : "memory");
 #else
@@ -78,9 +56,9 @@ class Arrivals {
   }
 
   // Until this phase has ended.
-  ACCEL_DEVICE void wait([[maybe_unused]] int phase) {
+  ACCEL_DEVICE void wait(int phase) {
 #ifdef __CUDACC__
-    ACCEL_BULK_ASM(
+    asm volatile(
         "{\n"
         ".reg .pred ended;\n"
         "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 ended, [%0], %1;\n"
@@ -96,7 +74,7 @@ class Arrivals {
   // Has the copy engine bring so many bytes, a multiple of 16 between addresses that are.
   ACCEL_DEVICE void copy(void* to_shared, const void* from, uint32_t num_bytes) {
 #ifdef __CUDACC__
-    ACCEL_BULK_ASM(
+    asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
             shared_address(to_shared)),
         "l"(from), "r"(num_bytes), "r"(shared_address(&state_))
@@ -109,7 +87,7 @@ class Arrivals {
   // Writes 4 bytes where `slot` is in another block of the cluster, or in this one; that block waits for them.
   ACCEL_DEVICE void send(float value, float* slot, int block_of_cluster) {
 #ifdef __CUDACC__
-    ACCEL_BULK_ASM(
+    asm volatile(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
             address_in_block(shared_address(slot), block_of_cluster)),
         "r"(bits_as<uint32_t>(value)), "r"(address_in_block(shared_address(&state_), block_of_cluster))
@@ -126,7 +104,7 @@ class Arrivals {
 // Of all threads of the blocks of a cluster.
 ACCEL_DEVICE void cluster_barrier() {
 #ifdef __CUDACC__
-  ACCEL_BULK_ASM("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #else
   emulator::cluster_barrier();
 #endif
