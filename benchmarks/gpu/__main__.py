@@ -40,6 +40,7 @@ PARTS = (
     Part("training", 150, ("training.json",)),
     Part("moe", 80, ("moe.json",)),
     Part("memory", 220, ("memory.json",)),
+    Part("compiled_ops", 200, ("compiled_ops.jsonl",)),
 )
 SOURCES = ("accel", "csrc", "benchmarks", "examples", "tests", "setup.py")
 """What results depend on."""

@@ -1,4 +1,4 @@
-"""Part ops: every op beside eager PyTorch, torch.compile and, where they are, Liger, QuACK and others.
+"""Part ops: every op beside eager PyTorch and, where they are, Liger, QuACK and others.
 
 Each line is written as soon as it is measured, so that a run which is cut short goes on after the last.
 Times and peers: `timing.py`; checks: `work.py`. bf16 unless said otherwise.
@@ -62,7 +62,7 @@ from benchmarks.gpu.work import EAGER, OURS, Work, as_row, run
 
 LIGER = "liger_kernel.transformers.functional"
 RESERVE_SECONDS = 20.0
-"""A case is not begun with less left: torch.compile alone may take that."""
+"""A case is not begun with less left: compilers alone may take that."""
 
 
 def peer(module: str, make: Callable[[Any], Callable[..., Any]]) -> Callable[..., Any] | str:

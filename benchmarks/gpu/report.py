@@ -13,6 +13,7 @@ from benchmarks.gpu.memory import BASE, HALVED, HALVED_TARGET, TARGETS
 from benchmarks.gpu.overlap import TARGET as HIDDEN_TARGET
 from benchmarks.gpu.overlap import most_hidden
 from benchmarks.gpu.setting import Setting, read, write_json
+from benchmarks.gpu.work import COMPILED, OURS
 
 MFU_TARGET, SPEEDUP_TARGET = 0.6, 1.3
 
@@ -29,14 +30,14 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def with_triton(rows: list[dict], triton_rows: list[dict]) -> list[dict]:
-    """Rows of part ops, with what part triton_ops found as one more side."""
-    found = {(row["op"], row["mode"], row["shape"]): row["sides"] for row in triton_rows}
+def with_side(rows: list[dict], more: list[dict], side: str, name: str) -> list[dict]:
+    """Rows of part ops, with one more side: what another part found for `side`, as `name`."""
+    found = {(row["op"], row["mode"], row["shape"]): row["sides"] for row in more}
     merged = []
     for row in rows:
         sides = found.get((row["op"], row["mode"], row["shape"]), {})
-        more = {"accel in Triton": sides["accel"]} if "accel" in sides else {}
-        merged.append({**row, "sides": {**row["sides"], **more}})
+        added = {name: sides[side]} if side in sides else {}
+        merged.append({**row, "sides": {**row["sides"], **added}})
     return merged
 
 
@@ -196,7 +197,9 @@ def overlap_table(overlap: dict, rehearsal: bool) -> list[str]:
 def collected(folder: Path, rehearsal: bool) -> dict[str, Any]:
     """What the parts left: results.json."""
     state = read(folder / "state.json")
-    rows = with_triton(lines_of(folder / "ops.jsonl"), lines_of(folder / "triton_ops.jsonl"))
+    rows = lines_of(folder / "ops.jsonl")
+    rows = with_side(rows, lines_of(folder / "triton_ops.jsonl"), OURS, "accel in Triton")
+    rows = with_side(rows, lines_of(folder / "compiled_ops.jsonl"), COMPILED, COMPILED)
     return {
         "commit": commit(),
         "rehearsal": rehearsal,

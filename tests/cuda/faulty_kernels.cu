@@ -2,7 +2,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "accel/cuda/device.h"
+#include "accel/cuda/bulk_copy.h"
 
 namespace accel::cuda {
 namespace {
@@ -23,7 +23,14 @@ enum Fault {
   kShuffleNotReached,
   kSharedNotWritten,
   kMisaligned,
-  kAssertionFails
+  kAssertionFails,
+  // of copied()
+  kNoFault,
+  kNoWait,
+  kRefilledEarly,
+  kBytesMissing,
+  kNeverBegun,
+  kLeftEarly
 };
 
 // out[t] = t + the number of the thread across the block.
@@ -41,8 +48,58 @@ __global__ void faulty(const Call call) {
   call.out[blockIdx.x * blockDim.x + thread] = sums[thread] + sums[blockDim.x - 1 - thread] + zero;
 }
 
+struct Copied {
+  Arrivals arrivals, sent;
+  float from_other;
+};
+
+// Two blocks of a cluster: out[b, t] = 64 b + t + what the other one sent, 64 (1 - b). Twice through the same
+// place, as a ring would.
+__global__ void copied(const Call call) {
+  const int thread = threadIdx.x, block = blockIdx.x;
+  auto& shared = block_shared<Copied>();
+  float* place = reinterpret_cast<float*>(launched_shared());
+  if (thread == 0 && call.fault != kNeverBegun) shared.arrivals.begin(), shared.sent.begin();
+  cluster_barrier();
+  const auto fetch = [&](int turn) {
+    if (thread) return;
+    shared.arrivals.expect(call.fault == kBytesMissing ? 272 : 256);
+    shared.arrivals.copy(place, call.out + (turn * 2 + block) * 64, 256);
+  };
+  fetch(0);
+  if (call.fault == kRefilledEarly) {
+    shared.arrivals.wait(0);
+    fetch(1);  // what other threads have not read yet
+  }
+  if (call.fault != kNoWait) shared.arrivals.wait(0);
+  const float first = place[thread];
+  __syncthreads();
+  if (call.fault != kRefilledEarly) fetch(1);
+  shared.arrivals.wait(1);
+  if (thread == 0) {
+    shared.sent.expect(sizeof(float));
+    shared.sent.send(64.0f * block, &shared.from_other, 1 - block);
+  }
+  shared.sent.wait(0);
+  __syncthreads();
+  call.out[block * 64 + thread] = first + place[thread] + shared.from_other;
+  if (call.fault != kLeftEarly || block) cluster_barrier();
+}
+
 }  // namespace
 }  // namespace accel::cuda
+
+extern "C" const char* run_copied(float* out, int fault) {
+  static thread_local std::string message;
+  using namespace accel::cuda;
+  try {
+    launch_clusters(copied, 1, Blocks{64, 256, 2}, Queue{nullptr, 1}, Call{out, fault});
+  } catch (const std::exception& error) {
+    message = error.what();
+    return message.c_str();
+  }
+  return "";
+}
 
 extern "C" const char* run_faulty(float* out, int fault) {
   static thread_local std::string message;

@@ -13,6 +13,7 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -23,7 +24,15 @@ from tests.cuda import emulator
 from tests.ops.contract import run
 from tests.triton.harness import DEVICE, HAS_GPU, on_device
 
-__all__ = ["OnCuda", "cuda_kernels", "kernels_called", "needs_kernels", "on_device", "same_bits"]
+__all__ = [
+    "OnCuda",
+    "cuda_kernels",
+    "kernels_called",
+    "needs_kernels",
+    "on_device",
+    "same_bits",
+    "without_bulk_copies",
+]
 
 
 def _why_no_kernels() -> str | None:
@@ -95,6 +104,20 @@ def cuda_kernels() -> Iterator[None]:
         _dispatch.forget()
     gc.collect()
     assert guard._damaged_blocks() == 0, "a kernel wrote beside a tensor"
+
+
+@contextmanager
+def without_bulk_copies() -> Iterator[None]:
+    """Kernels as for a GPU before sm_90; on a GPU, those that it has."""
+    if HAS_GPU:
+        yield
+        return
+    emulated = torch.ops.accel_emulated
+    emulated._have_bulk_copies(False)
+    try:
+        yield
+    finally:
+        emulated._have_bulk_copies(True)
 
 
 def same_bits(op: Callable[..., Any], other: Callable[..., Any], inputs: Any) -> None:

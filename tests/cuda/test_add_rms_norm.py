@@ -1,12 +1,14 @@
 """The fused residual addition's CUDA kernels: the contract and the bits of the two steps, both on CUDA."""
 
+import contextlib
 import itertools
 
 import pytest
 import torch
 
 from accel.ops import rms_norm
-from tests.cuda.harness import OnCuda, cuda_kernels, on_device
+from tests.cuda.harness import OnCuda, cuda_kernels, on_device, without_bulk_copies
+from tests.cuda.test_rms_norm import EXACT
 from tests.ops import test_add_rms_norm
 from tests.ops.contract import LAYOUTS, change_layout
 from tests.ops.norm_contract import DTYPES
@@ -33,6 +35,14 @@ class TestAddRmsNorm(OnCuda, test_add_rms_norm.TestAddRmsNorm):
                 zero_centered=with_bias,
             )
             test_add_rms_norm.assert_same_bits(inputs)
+
+    @pytest.mark.parametrize("device", [contextlib.nullcontext, without_bulk_copies])
+    @pytest.mark.parametrize("shape", EXACT, ids=str)
+    def test_bits_of_rows_that_fill_their_threads(self, shape, device):
+        for dtypes in DTYPES:
+            shape_of_dtype = (shape[0], shape[1] * 2 // dtypes[0].itemsize)
+            with device():
+                test_add_rms_norm.assert_same_bits(test_add_rms_norm.draw(shape_of_dtype, dtypes))
 
     @pytest.mark.parametrize("shape", [(5, 64), (3, 2, 43), (0, 8), (3, 0)], ids=str)
     def test_bits_for_any_layout(self, shape):

@@ -21,6 +21,14 @@ FAULTS = {
     "misaligned": 5,
     "assertion": 6,
 }
+FAULTS_OF_COPIES = {
+    "none": 7,
+    "no wait": 8,
+    "refilled early": 9,
+    "bytes missing": 10,
+    "never begun": 11,
+    "left early": 12,
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +36,8 @@ def kernels() -> ctypes.CDLL:
     library = ctypes.CDLL(str(emulator.faulty_kernels()))
     library.run_faulty.restype = ctypes.c_char_p
     library.run_faulty.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    library.run_copied.restype = ctypes.c_char_p
+    library.run_copied.argtypes = [ctypes.c_void_p, ctypes.c_int]
     library.widened.restype = ctypes.c_float
     library.widened.argtypes = [ctypes.c_int, ctypes.c_int]
     library.narrowed.argtypes = [ctypes.c_float, ctypes.c_int]
@@ -76,6 +86,45 @@ def test_an_assertion_that_fails_is_an_error(kernels):
     error, _ = run(kernels, "assertion")
     assert "assertion failed: thread_is_not_the_last" in error
     test_a_kernel_without_faults(kernels)
+
+
+def run_copied(kernels: ctypes.CDLL, fault: str) -> tuple[str, torch.Tensor]:
+    """Its error, and what it makes of [turn, block, thread] = 128 turn + 64 block + thread."""
+    out = torch.arange(256.0).view(2, 2, 64)
+    error = kernels.run_copied(out.data_ptr(), FAULTS_OF_COPIES[fault]).decode()
+    return error, out[0]
+
+
+def right(block: int) -> torch.Tensor:
+    first = torch.arange(64.0) + 64 * block
+    return first + (first + 128) + 64 * (1 - block)
+
+
+def test_bulk_copies_and_clusters(kernels):
+    for _ in range(4):
+        error, out = run_copied(kernels, "none")
+        assert not error
+        assert torch.equal(out, torch.stack([right(0), right(1)]))
+
+
+@pytest.mark.parametrize("fault", ["no wait", "refilled early"])
+def test_a_missing_wait_of_a_bulk_copy_shows(kernels, fault):
+    """In some launches copies are made at once, in others not before somebody waits."""
+    shown = 0
+    for _ in range(4):
+        error, out = run_copied(kernels, fault)
+        shown += bool(error) or not torch.equal(out, torch.stack([right(0), right(1)]))
+    assert shown
+
+
+def test_bytes_that_never_come_are_an_error(kernels):
+    error, _ = run_copied(kernels, "bytes missing")
+    assert "128 threads wait for bytes that never come" in error
+    error, _ = run_copied(kernels, "never begun")
+    assert "Arrivals that are used before they begin" in error
+    error, _ = run_copied(kernels, "left early")
+    assert "64 threads wait at a barrier" in error
+    test_bulk_copies_and_clusters(kernels)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -1,9 +1,11 @@
 """RMSNorm's CUDA kernels: the contract, layouts, and each kind of rows that the launcher tells apart."""
 
+import contextlib
+
 import pytest
 import torch
 
-from tests.cuda.harness import OnCuda, cuda_kernels
+from tests.cuda.harness import OnCuda, cuda_kernels, without_bulk_copies
 from tests.ops import test_rms_norm
 from tests.ops.contract import LAYOUTS, change_layout
 from tests.ops.norm_contract import DTYPES
@@ -21,6 +23,8 @@ SHAPES = [
     (7, 4096),
     (38, 2048),  # several rows of whole teams to a block, several turns
 ]
+EXACT = [(37, 2048), (26, 4096), (13, 8192), (5, 16384)]
+"""Of 16 bits; half as long of fp32."""
 LONG = [16640, 33000]
 """Beyond what registers hold: of fp32 both ways, of 16 bits backward; of 16 bits both ways."""
 
@@ -44,8 +48,23 @@ class TestRmsNorm(OnCuda, test_rms_norm.TestRmsNorm):
             x = change_layout(x, layout)
             self.check(self.with_vectors(x, weight.dtype, False))
 
-    def test_offset_of_a_tensor_changes_no_bit(self):
+    @pytest.mark.parametrize("shape", EXACT, ids=str)
+    def test_rows_that_fill_their_threads(self, shape):
+        """By a ring and without one; more rows than its stages, and a last turn that not all teams have."""
+        for dtypes in DTYPES:
+            shape_of_dtype = (shape[0], shape[1] * 2 // dtypes[0].itemsize)
+            inputs = self.norm_inputs(shape_of_dtype, dtypes)
+            self.check(inputs)
+            with without_bulk_copies():
+                self.check(inputs)
+
+    @pytest.mark.parametrize("device", [contextlib.nullcontext, without_bulk_copies])
+    def test_offset_of_a_tensor_changes_no_bit(self, device):
         """Elements one by one are summed in the order of whole packs."""
+        with device():
+            self.check_offset_of_a_tensor()
+
+    def check_offset_of_a_tensor(self):
         cases = [((9, 64), 1), ((3, 4096), 1), ((2, 16640), 1), ((37, 2048), 1), ((21, 2048), 2)]
         cases += [
             ((21, 2048), 3),

@@ -14,14 +14,14 @@ from accel.parallel import overlapped_linear
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import memory, overlap
 from benchmarks.gpu.ops import optimizers
-from benchmarks.gpu.report import memory_table, overlap_table, training_table, with_triton
+from benchmarks.gpu.report import memory_table, overlap_table, training_table, with_side
 from benchmarks.gpu.setting import PEAKS, Setting, short_name
 from benchmarks.gpu.sides import ScriptError, run_script
 from benchmarks.gpu.tests import OUTCOMES
 from benchmarks.gpu.timing import Times, measure
 from benchmarks.gpu.training import LLAMA, fitting
 from benchmarks.gpu.triton_ops import has_both
-from benchmarks.gpu.work import EAGER, OURS, Work, as_row, check, run
+from benchmarks.gpu.work import COMPILED, EAGER, OURS, Work, as_row, can_compile, check, run
 
 LIMITS = {"copy_bytes_per_s": 1e12, "gemm_flops_per_s": 1e12}
 
@@ -308,9 +308,20 @@ def test_tritons_kernels_are_a_peer_where_there_are_others():
     ours, other = {"us": 1.0}, {"us": 2.0}
     row = {"op": "rope", "mode": "forward", "shape": "2 x 8", "sides": {"accel": ours}}
     by_triton = [{**row, "sides": {"accel": other}}, {**row, "mode": "backward"}]
-    (merged,) = with_triton([row], by_triton)
+    (merged,) = with_side([row], by_triton, OURS, "accel in Triton")
     assert merged == {**row, "sides": {"accel": ours, "accel in Triton": other}}
-    assert with_triton([row], []) == [row]
+    assert with_side([row], [], OURS, "accel in Triton") == [row]
+
+
+def test_what_torch_compile_makes_of_eager_is_timed_where_it_is_asked_for(monkeypatch):
+    sides = {"accel": lambda x: x * 2, "eager": lambda x: x * 2}
+    monkeypatch.setattr(torch, "compile", lambda f, dynamic: f)
+    assert not can_compile(doubled(**sides), "cpu")
+    assert can_compile(doubled(**sides), "cuda")
+    assert not can_compile(doubled(accel=sides["accel"], eager="not here"), "cuda")
+    monkeypatch.setattr("benchmarks.gpu.work.can_compile", lambda *_: True)
+    assert set(run(doubled(**sides), "cpu", None)) == {OURS, EAGER}
+    assert set(run(doubled(**sides), "cpu", None, timed=[COMPILED])) == {COMPILED}
 
 
 def test_nan_is_wrong():

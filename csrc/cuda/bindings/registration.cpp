@@ -9,6 +9,9 @@
 #include <torch/version.h>
 
 #include "accel/cuda/op.h"
+#ifdef ACCEL_CUDA_ON_CPU
+#include "emulator/cuda_on_cpu.h"
+#endif
 
 #ifndef ACCEL_CUDA_ARCHS
 #define ACCEL_CUDA_ARCHS ""
@@ -58,6 +61,9 @@ void register_kernels() {
 #ifdef ACCEL_CUDA_ON_CPU
 TORCH_LIBRARY_FRAGMENT(accel_emulated, m) {
   m.def("_register_kernels() -> ()", &register_kernels);
+  m.def("_have_bulk_copies(bool they_are_there) -> ()", [](bool they_are_there) {
+    emulator::has_bulk_copies = they_are_there;
+  });
 }
 #else
 TORCH_LIBRARY_FRAGMENT(accel, m) {
