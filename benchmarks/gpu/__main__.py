@@ -38,7 +38,7 @@ PARTS = (
     Part("triton_ops", 60, ("triton_ops.jsonl",)),
     Part("overlap", 40, ("overlap.json",)),
     Part("training", 150, ("training.json",)),
-    Part("moe", 80, ("moe.json",)),
+    Part("moe", 110, ("moe.json",)),
     Part("memory", 220, ("memory.json",)),
     Part("compiled_ops", 200, ("compiled_ops.jsonl",)),
 )

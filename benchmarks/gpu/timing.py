@@ -68,6 +68,16 @@ def timed(work: Callable[[], Any], stream: torch.cuda.Stream) -> float:
 
 
 def _capture(call: Call, sets: Sequence[tuple], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """A call that waits for the GPU, as `.item()` does, cannot be captured and is not tried.
+
+    A capture that fails leaves PyTorch's generator as if it went on: no random number ever after.
+    """
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call(*sets[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         for arguments in sets:

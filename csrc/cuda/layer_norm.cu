@@ -273,17 +273,18 @@ __global__ void __launch_bounds__(kRingThreads, 1) layer_norm_backward_ring(cons
     Pack<T> x[kRingPacks], dy[kRingPacks];
 #pragma unroll
     for (int k = 0; k < kRingPacks; ++k) x[k] = ring.pack(0, k), dy[k] = ring.pack(1, k);
-    float sums[2] = {};  // of g and of g (x - mean)
+    float g_sums[2] = {}, gx_sums[2] = {};  // of g and of g (x - mean), of even and of odd elements
 #pragma unroll
     for (int k = 0; k < kRingPacks; ++k) {
       weight[k].stay_packed();
 #pragma unroll
       for (int i = 0; i < kPack<T>; ++i) {
         const float g = dy[k][i] * weight[k][i];
-        sums[0] += g;
-        sums[1] = fmaf(g, x[k][i] - mean, sums[1]);
+        g_sums[i % 2] += g;
+        gx_sums[i % 2] = fmaf(g, x[k][i] - mean, gx_sums[i % 2]);
       }
     }
+    float sums[] = {g_sums[0] + g_sums[1], gx_sums[0] + gx_sums[1]};
     ring.sum(sums);
     const float offset = -sums[0] / Ring::kCols * rstd, slope = -sums[1] / Ring::kCols * rstd * rstd * rstd;
 #pragma unroll
@@ -306,15 +307,6 @@ __global__ void __launch_bounds__(kRingThreads, 1) layer_norm_backward_ring(cons
 #endif
 }
 
-// Threads of a row in a ring are other ones than above, where dbias leaves room for fewer packs.
-RowBlock ring_block(int64_t num_cols, Dtype dtype) {
-  return RowBlock(num_cols, dtype, kRingPacks, kMaxThreadsBackward);
-}
-
-bool is_in_ring(int64_t num_cols, Dtype dtype, float weight_offset) {
-  return weight_offset == 0.0f && fits_ring(ring_block(num_cols, dtype).log2_threads, num_cols, dtype);
-}
-
 template <bool kWhole>
 void launch_forward(const LayerNormForward& op, Queue queue) {
   const RowBlock block(op.num_cols, op.dtype, kPacks, kMaxThreads);
@@ -328,12 +320,11 @@ void launch_forward(const LayerNormForward& op, Queue queue) {
 }
 
 void launch_backward_in_ring(const LayerNormBackward& op, int64_t num_programs, Queue queue) {
-  const int log2_threads = ring_block(op.num_cols, op.dtype).log2_threads;
-  with_log2_threads(log2_threads, [&]<int kLog2Threads> {
+  with_log2_threads(op.num_cols, op.dtype, [&]<int kLog2Threads> {
     for_dtype(op.dtype, [&]<typename T> {
       auto* kernel = op.weight_is_float ? &layer_norm_backward_ring<T, float, kLog2Threads>
                                         : &layer_norm_backward_ring<T, T, kLog2Threads>;
-      const BackwardCall call{op, {op.num_rows, op.num_cols, {log2_threads}}};
+      const BackwardCall call{op, {op.num_rows, op.num_cols, {kLog2Threads}}};
       launch_ring<LayerNormRing<T, kLog2Threads>>(kernel, num_programs, queue, call);
     });
   });
@@ -341,7 +332,7 @@ void launch_backward_in_ring(const LayerNormBackward& op, int64_t num_programs, 
 
 template <bool kWhole>
 void launch_backward(const LayerNormBackward& op, int64_t num_programs, Queue queue) {
-  if (kWhole && is_in_ring(op.num_cols, op.dtype, op.weight_offset)) {
+  if (kWhole && goes_by_ring(op.num_cols, op.dtype, op.weight_offset)) {
     return launch_backward_in_ring(op, num_programs, queue);
   }
   const RowBlock block(op.num_cols, op.dtype, kPacksBackward, kMaxThreadsBackward);
@@ -357,11 +348,15 @@ void launch_backward(const LayerNormBackward& op, int64_t num_programs, Queue qu
 
 int64_t layer_norm_programs(int64_t num_rows, int64_t num_cols, Dtype dtype, float weight_offset,
                             int num_processors) {
-  if (is_in_ring(num_cols, dtype, weight_offset)) {
-    return ring_programs(ring_block(num_cols, dtype).log2_threads, num_rows, num_processors);
+  if (goes_by_ring(num_cols, dtype, weight_offset)) {
+    return RingRows(num_cols, dtype).num_programs(num_rows, num_processors);
   }
   const RowBlock block(num_cols, dtype, kPacksBackward, kMaxThreadsBackward);
   return norm_programs(block, num_rows, num_processors);
+}
+
+bool layer_norm_needs_whole_packs(int64_t num_cols, Dtype dtype, float weight_offset) {
+  return goes_by_ring(num_cols, dtype, weight_offset);
 }
 
 void layer_norm_forward(const LayerNormForward& op, Queue queue) {

@@ -41,6 +41,9 @@ struct LayerNormBackward {
 int64_t layer_norm_programs(int64_t num_rows, int64_t num_cols, Dtype dtype, float weight_offset,
                             int num_processors);
 
+// Whether all that the backward reads must begin with whole packs: copies of the engine have no other.
+bool layer_norm_needs_whole_packs(int64_t num_cols, Dtype dtype, float weight_offset);
+
 void layer_norm_forward(const LayerNormForward& op, Queue queue);
 void layer_norm_backward(const LayerNormBackward& op, int64_t num_programs, Queue queue);
 

@@ -6,7 +6,14 @@ namespace accel::cuda {
 
 int64_t rms_norm_programs(int64_t num_rows, int64_t num_cols, Dtype dtype, float weight_offset,
                           int num_processors) {
-  return BackwardRows(num_cols, dtype, weight_offset).num_programs(num_rows, num_processors);
+  if (goes_by_ring(num_cols, dtype, weight_offset)) {
+    return RingRows(num_cols, dtype).num_programs(num_rows, num_processors);
+  }
+  return norm_programs(backward_block(num_cols, dtype), num_rows, num_processors);
+}
+
+bool rms_norm_needs_whole_packs(int64_t num_cols, Dtype dtype, float weight_offset) {
+  return goes_by_ring(num_cols, dtype, weight_offset);
 }
 
 void rms_norm_forward(const RmsNormForward& op, Queue queue) {

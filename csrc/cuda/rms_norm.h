@@ -40,6 +40,9 @@ struct RmsNormBackward {
 int64_t rms_norm_programs(int64_t num_rows, int64_t num_cols, Dtype dtype, float weight_offset,
                           int num_processors);
 
+// Whether all that the backward reads must begin with whole packs: copies of the engine have no other.
+bool rms_norm_needs_whole_packs(int64_t num_cols, Dtype dtype, float weight_offset);
+
 void rms_norm_forward(const RmsNormForward& args, Queue queue);
 void rms_norm_backward(const RmsNormBackward& args, int64_t num_programs, Queue queue);
 void add_rms_norm_forward(const RmsNormForward& args, Queue queue);

@@ -1,5 +1,5 @@
-// RMSNorm backward by a row ring. The bits are those of the other kernels: teams, packs and the order of every
-// sum are the same.
+// RMSNorm backward by a row ring, for rows that go by one however their tensors lie: whoever calls gives whole
+// packs.
 #pragma once
 
 #include "rms_norm_parts.h"
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kRingThreads, 1) rms_norm_backward_ring(const 
 
 template <bool kAdd>
 void launch_ring_of(const BackwardCall& call, int64_t num_programs, Queue queue) {
-  with_log2_threads(call.rows.teams.log2_threads, [&]<int kLog2Threads> {
+  with_log2_threads(call.op.num_cols, call.op.dtype, [&]<int kLog2Threads> {
     for_dtype(call.op.dtype, [&]<typename T> {
       auto* kernel = call.op.weight_is_float ? &rms_norm_backward_ring<T, float, kAdd, kLog2Threads>
                                              : &rms_norm_backward_ring<T, T, kAdd, kLog2Threads>;

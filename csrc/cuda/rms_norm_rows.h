@@ -372,26 +372,15 @@ void launch_forward(const RmsNormForward& op, Queue queue) {
   launch(kernel, num_blocks, block.threads_per_block, queue, call);
 }
 
-// How the rows of a backward go to blocks and programs. Where a ring could have them it hangs on that, and not
-// on whether it has: tensors may lie so that another kernel must, which then gives the same bits.
-struct BackwardRows {
-  RowBlock block;
-  bool in_ring;
-
-  BackwardRows(int64_t num_cols, Dtype dtype, float weight_offset)
-      : block(num_cols, dtype, kPacks, kMaxThreadsBackward),
-        in_ring(weight_offset == 0.0f && fits_ring(block.log2_threads, num_cols, dtype)) {
-    const int threads = 1 << block.log2_threads;
-    // A block of 512, or of 128 where rows share a warp.
-    if (threads > kWarp) block.threads_per_block = in_ring ? std::max(kRingThreads, threads) : kMaxThreadsBackward;
-    block.rows_per_block = block.threads_per_block >> block.log2_threads;
+// The threads of a row are those of a block of 512, or of 128 where rows share a warp.
+RowBlock backward_block(int64_t num_cols, Dtype dtype) {
+  RowBlock block(num_cols, dtype, kPacks, kMaxThreadsBackward);
+  if ((1 << block.log2_threads) > kWarp) {
+    block.threads_per_block = kMaxThreadsBackward;
+    block.rows_per_block = kMaxThreadsBackward >> block.log2_threads;
   }
-
-  int64_t num_programs(int64_t num_rows, int num_processors) const {
-    return in_ring ? ring_programs(block.log2_threads, num_rows, num_processors)
-                   : norm_programs(block, num_rows, num_processors);
-  }
-};
+  return block;
+}
 
 template <typename T, typename W, bool kAdd>
 auto exact_backward_kernel(int log2_threads) {
@@ -405,13 +394,13 @@ auto exact_backward_kernel(int log2_threads) {
 
 template <bool kAdd, bool kWhole>
 void launch_backward(const RmsNormBackward& op, int64_t num_programs, Queue queue) {
-  const auto [block, in_ring] = BackwardRows(op.num_cols, op.dtype, op.weight_offset);
-  const bool whole = fits(block, kPacks, op.num_cols, op.dtype);
-  const bool exact = kWhole && is_exact(block, op.num_cols, op.dtype, op.weight_offset);
+  const RowBlock block = backward_block(op.num_cols, op.dtype);
   const BackwardCall call{op, {op.num_rows, op.num_cols, {block.log2_threads}}};
-  if (kWhole && in_ring) {
+  if (kWhole && goes_by_ring(op.num_cols, op.dtype, op.weight_offset)) {
     launch_ring_of<kAdd>(call, num_programs, queue);
   } else {
+    const bool whole = fits(block, kPacks, op.num_cols, op.dtype);
+    const bool exact = kWhole && is_exact(block, op.num_cols, op.dtype, op.weight_offset);
     auto* kernel = for_dtype(op.dtype, [&]<typename T> {
       if (exact) {
         return op.weight_is_float ? exact_backward_kernel<T, float, kAdd>(block.log2_threads)

@@ -8,6 +8,9 @@
 // Of two stages to five, all took the same.
 #pragma once
 
+#include <algorithm>
+#include <bit>
+
 #include "accel/cuda/bulk_copy.h"
 #include "norm_rows.h"
 
@@ -26,11 +29,10 @@ struct RingTeams : FixedTeams<kLog2Threads < 8 ? kLog2Threads : 8> {
   static constexpr int kBlocks = kRowThreads > kRingThreads ? kRowThreads / kRingThreads : 1;
   static constexpr int kTeams = kRowThreads < kRingThreads ? kRingThreads / kRowThreads : 1;
 
-  // Which of the row's blocks this is, and which of its threads.
+  // Which of the row's blocks this is; each has its columns side by side.
   static ACCEL_DEVICE int block_of_row() { return static_cast<int>(blockIdx.x) % kBlocks; }
   static ACCEL_DEVICE int program() { return static_cast<int>(blockIdx.x) / kBlocks; }
   static ACCEL_DEVICE int num_programs() { return static_cast<int>(gridDim.x) / kBlocks; }
-  ACCEL_DEVICE int lane_of_row() const { return block_of_row() * (kRowThreads / kBlocks) + this->lane(); }
 };
 
 // The sums of the warps of a block, or of all blocks of a row, and when those are there.
@@ -59,8 +61,8 @@ template <typename T, int kTensors, int kSums, int kLog2Threads>
 class RowRing {
  public:
   using Teams = RingTeams<kLog2Threads>;
-  static constexpr int kStep = Teams::kRowThreads * kPack<T>;  // between a thread's packs
-  static constexpr int kCols = kRingPacks * kStep;
+  static constexpr int kStep = Teams::kRowThreads / Teams::kBlocks * kPack<T>;  // between a thread's packs
+  static constexpr int kColsOfBlock = kRingPacks * kStep, kCols = Teams::kBlocks * kColsOfBlock;
   static constexpr size_t kBytes = kRingStages * kTensors * kRingThreads * kRingPacks * kPackBytes;
 
   // As many of the tensors as kTensors.
@@ -68,7 +70,9 @@ class RowRing {
       : num_rows_(static_cast<int>(num_rows)), row_(Teams::program() * Teams::kTeams + teams_.team()) {
     const void* const tensors[] = {first, second, third};
 #pragma unroll
-    for (int i = 0; i < kTensors; ++i) tensors_[i] = static_cast<const T*>(tensors[i]) + first_col();
+    for (int i = 0; i < kTensors; ++i) {
+      tensors_[i] = static_cast<const T*>(tensors[i]) + Teams::block_of_row() * kColsOfBlock;
+    }
     ring_ = reinterpret_cast<T*>(launched_shared()) + teams_.team() * (kRingStages * kTensors * kColsOfBlock);
     if (teams_.lane() == 0) {
       for (Arrivals& of_stage : arrivals()) of_stage.begin();
@@ -82,18 +86,20 @@ class RowRing {
 
   ACCEL_DEVICE bool has_row() const { return row_ < num_rows_; }
   ACCEL_DEVICE int row() const { return row_; }
-  ACCEL_DEVICE int first_col() const { return teams_.lane_of_row() * kPack<T>; }
+  ACCEL_DEVICE int first_col() const {
+    return Teams::block_of_row() * kColsOfBlock + teams_.lane() * kPack<T>;
+  }
   ACCEL_DEVICE int64_t start() const { return int64_t{row_} * kCols + first_col(); }
 
   ACCEL_DEVICE void wait() { arrivals()[stage_].wait(phase_); }
 
   ACCEL_DEVICE Pack<T> pack(int tensor, int k) const {
     const T* of_tensor = ring_ + (stage_ * kTensors + tensor) * kColsOfBlock;
-    return load<true>(of_tensor + teams_.lane() * kPack<T> + k * kStepOfBlock, kPack<T>);
+    return load<true>(of_tensor + teams_.lane() * kPack<T> + k * kStep, kPack<T>);
   }
 
-  // Makes sums over the row of what each thread has, the same bits in all of them and in the order of
-  // row_sum(). What the ring had of the row is given to a later one.
+  // Makes sums over the row of what each thread has, the same bits in all of them. What the ring had of the
+  // row is given to a later one.
   ACCEL_DEVICE void sum(float (&values)[kSums]) {
     RingSums<kSums>& shared = sums();
     auto& of_warp = shared.of_warp[turn_ % 2];
@@ -149,10 +155,6 @@ class RowRing {
   }
 
  private:
-  static constexpr int kStepOfBlock = kStep / Teams::kBlocks, kColsOfBlock = kCols / Teams::kBlocks;
-  static constexpr int kCopies = Teams::kBlocks == 1 ? 1 : kRingPacks;  // of a tensor's row
-  static constexpr int kCopied = kColsOfBlock / kCopies;
-
   static ACCEL_DEVICE RingSums<kSums>& sums() { return block_shared<RingSums<kSums>>(); }
   ACCEL_DEVICE auto& arrivals() const { return block_shared<RingArrivals<Teams::kTeams>>().of_stage[teams_.team()]; }
   static ACCEL_DEVICE int step() { return Teams::num_programs() * Teams::kTeams; }
@@ -164,11 +166,7 @@ class RowRing {
 #pragma unroll
     for (int tensor = 0; tensor < kTensors; ++tensor) {
       T* to = ring_ + (stage * kTensors + tensor) * kColsOfBlock;
-      const T* from = tensors_[tensor] + int64_t{row} * kCols;
-#pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        of_stage.copy(to + i * kCopied, from + i * kStep, kCopied * sizeof(T));
-      }
+      of_stage.copy(to, tensors_[tensor] + int64_t{row} * kCols, kColsOfBlock * sizeof(T));
     }
   }
 
@@ -178,23 +176,35 @@ class RowRing {
   int num_rows_, row_, turn_ = 0, stage_ = 0, phase_ = 0;
 };
 
-// Whether a ring can have the rows of 2^log2_threads threads, of tensors that begin with whole packs.
-bool fits_ring(int log2_threads, int64_t num_cols, Dtype dtype) {
-  const int64_t row_bytes = (int64_t{kRingPacks} << log2_threads) * kPackBytes;
-  return has_bulk_copies() && 6 <= log2_threads && log2_threads <= 9 && num_cols * size_of(dtype) == row_bytes;
+// The threads of a row in a ring, if it can be in one: of tensors that begin with whole packs.
+struct RingRows {
+  int threads;
+
+  RingRows(int64_t num_cols, Dtype dtype)
+      : threads(static_cast<int>(num_cols * size_of(dtype) / (kRingPacks * kPackBytes))) {}
+
+  bool is_ring(int64_t num_cols, Dtype dtype) const {
+    const bool known = threads == 64 || threads == 128 || threads == 256 || threads == 512;
+    return known && num_cols * size_of(dtype) == int64_t{threads} * kRingPacks * kPackBytes && has_bulk_copies();
+  }
+
+  // P: one for each block, or for those that share rows.
+  int64_t num_programs(int64_t num_rows, int num_processors) const {
+    const int rows_of_block = std::max(1, kRingThreads / threads);
+    const int blocks_of_row = std::max(1, threads / kRingThreads);
+    return std::min<int64_t>(ceil_div(num_rows, rows_of_block), std::max(1, num_processors / blocks_of_row));
+  }
+};
+
+// Whether the backward of these rows goes by a ring.
+bool goes_by_ring(int64_t num_cols, Dtype dtype, float weight_offset) {
+  return weight_offset == 0.0f && RingRows(num_cols, dtype).is_ring(num_cols, dtype);
 }
 
-// P of the backward in a ring: one for each block, or for those that share rows.
-int64_t ring_programs(int log2_threads, int64_t num_rows, int num_processors) {
-  const int threads = 1 << log2_threads;
-  const int rows_of_block = std::max(1, kRingThreads / threads), blocks_of_row = std::max(1, threads / kRingThreads);
-  return std::min<int64_t>(ceil_div(num_rows, rows_of_block), std::max(1, num_processors / blocks_of_row));
-}
-
-// launch.operator()<kLog2Threads>().
+// launch.operator()<kLog2Threads>() for a row of so many columns.
 template <typename F>
-void with_log2_threads(int log2_threads, F&& launch) {
-  switch (log2_threads) {
+void with_log2_threads(int64_t num_cols, Dtype dtype, F&& launch) {
+  switch (std::countr_zero(static_cast<unsigned>(RingRows(num_cols, dtype).threads))) {
     case 6: return launch.template operator()<6>();
     case 7: return launch.template operator()<7>();
     case 8: return launch.template operator()<8>();

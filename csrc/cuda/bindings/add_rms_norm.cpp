@@ -68,14 +68,16 @@ std::tuple<Tensor, Tensor> backward(
   if (dtotal_in) check_addend("dtotal", *dtotal_in, total_in, total_in.sizes());
   check_num_rows("add_rms_norm backward", rstd.numel());
   const OnDeviceOf device(total_in);
-  const Tensor dy = dy_in.contiguous(), dtotal = dense(dtotal_in), total = total_in.contiguous();
-  const Tensor weight = weight_in.contiguous();
+  const Dtype dtype = dtype_of(total_in.scalar_type(), "add_rms_norm backward");
+  const int64_t num_rows = rstd.numel(), num_cols = total_in.size(-1);
+  const float weight_offset = zero_centered ? 1.0f : 0.0f;
+  const bool in_packs = rms_norm_needs_whole_packs(num_cols, dtype, weight_offset);
+  const Tensor dy = contiguous(dy_in, in_packs), total = contiguous(total_in, in_packs);
+  const Tensor dtotal = dtotal_in ? contiguous(*dtotal_in, in_packs) : Tensor();
+  const Tensor weight = contiguous(weight_in, in_packs);
   Tensor dx = at::empty(total.sizes(), total.options());
   if (total.numel() == 0) return {dx, at::zeros_like(weight)};
   const Queue queue = device.queue();
-  const Dtype dtype = dtype_of(total.scalar_type(), "add_rms_norm backward");
-  const int64_t num_rows = rstd.numel(), num_cols = total.size(-1);
-  const float weight_offset = zero_centered ? 1.0f : 0.0f;
   const int64_t num_programs =
       rms_norm_programs(num_rows, num_cols, dtype, weight_offset, queue.num_processors);
   Tensor dweight_PN = at::empty({num_programs, num_cols}, rstd.options());

@@ -49,13 +49,15 @@ std::tuple<Tensor, Tensor> backward(
   check_norm_grad("rms_norm backward", dy_in, x_in, rstd);
   check_num_rows("rms_norm backward", rstd.numel());
   const OnDeviceOf device(x_in);
-  const Tensor dy = dy_in.contiguous(), x = x_in.contiguous(), weight = weight_in.contiguous();
+  const Dtype dtype = dtype_of(x_in.scalar_type(), "rms_norm backward");
+  const int64_t num_rows = rstd.numel(), num_cols = x_in.size(-1);
+  const float weight_offset = zero_centered ? 1.0f : 0.0f;
+  const bool in_packs = rms_norm_needs_whole_packs(num_cols, dtype, weight_offset);
+  const Tensor dy = contiguous(dy_in, in_packs), x = contiguous(x_in, in_packs);
+  const Tensor weight = contiguous(weight_in, in_packs);
   Tensor dx = at::empty(x.sizes(), x.options());
   if (x.numel() == 0) return {dx, at::zeros_like(weight)};
   const Queue queue = device.queue();
-  const Dtype dtype = dtype_of(x.scalar_type(), "rms_norm backward");
-  const int64_t num_rows = rstd.numel(), num_cols = x.size(-1);
-  const float weight_offset = zero_centered ? 1.0f : 0.0f;
   const int64_t num_programs =
       rms_norm_programs(num_rows, num_cols, dtype, weight_offset, queue.num_processors);
   Tensor dweight_PN = at::empty({num_programs, num_cols}, rstd.options());

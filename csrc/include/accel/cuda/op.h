@@ -25,6 +25,13 @@ inline Dtype dtype_of(at::ScalarType dtype, const char* op) {
   return dtype == at::kBFloat16 ? Dtype::bfloat16 : Dtype::float16;
 }
 
+// The same elements, side by side, from a multiple of 16 bytes on where that is asked for.
+inline at::Tensor contiguous(const at::Tensor& tensor, bool in_whole_packs) {
+  const at::Tensor side_by_side = tensor.contiguous();
+  const bool begins_well = reinterpret_cast<uintptr_t>(side_by_side.const_data_ptr()) % kPackBytes == 0;
+  return in_whole_packs && !begins_well ? side_by_side.clone() : side_by_side;
+}
+
 #ifdef ACCEL_CUDA_ON_CPU
 
 struct OnDeviceOf {
