@@ -79,11 +79,13 @@ class Session:
         allow_untested: bool = False,
         args: Any = None,
     ) -> None:
-        """Replace the set of active features. On any error accel leaves the process as it found it.
+        """Replace the set of active features. On any error accel leaves the process as it found it; where
+        features were on and nothing has changed yet, it leaves those.
 
         Args:
             wishes: feature name -> True, a value, False or None, and the values of settings.
         """
+        untouched = bool(self.choices)
         try:
             version = megatron_version()
             if version is None:
@@ -105,6 +107,9 @@ class Session:
                 taken=taken_by_others,
             )
             settings = read_settings(choices, wishes)
+            if self._features is not None:
+                self._features.check()
+            untouched = False
             self._undo_features()
             self._features = _apply_patches(active(choices))
             for f in active(choices):
@@ -112,7 +117,8 @@ class Session:
                     self._switched.append(f.switch_on(**settings[f.name]))
         except BaseException as e:
             try:
-                self.disable()
+                if not untouched:
+                    self.disable()
             except PatchError as left:
                 e.add_note(f"accel could not take everything back: {left}")
             raise
@@ -131,17 +137,20 @@ class Session:
     def disable(self) -> None:
         """Undo everything; harmless when there is nothing to undo.
 
-        Raises :class:`PatchError`, and undoes nothing, if somebody rebound a patched name since.
+        Raises :class:`PatchError`, and undoes nothing, if somebody rebound a patched name since. On Ascend
+        it raises after all else is undone: torch-npu's redirect of ``torch.cuda`` stays.
         """
         for applied in (self._features, self._hooks, self._device):
             if applied is not None:
                 applied.check()
         self._undo_features()
-        for applied in (self._hooks, self._device):
-            if applied is not None:
-                applied.undo()
-        self.device = self._hooks = self._device = None
         self.choices, self.asked = [], {}
+        if self._hooks is not None:
+            self._hooks.undo()
+            self._hooks = None
+        if self._device is not None:
+            self._device.undo()
+            self.device = self._device = None
 
     def require_device(self) -> Device:
         """The device runtime that is installed; there is one after :meth:`attach`."""

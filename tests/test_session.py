@@ -132,6 +132,50 @@ def test_unsupported_megatron_patches_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert accel.enable(allow_untested_megatron=True)["features"]["norm"]["state"] == "active"
 
 
+def test_an_error_before_anything_changed_leaves_what_is_on() -> None:
+    from megatron.core.transformer import torch_norm
+
+    accel.enable(preset="exact")
+    on, norm = accel.status(), vars(torch_norm)["WrappedTorchNorm"]
+    with pytest.raises(ValueError, match="memory"):
+        accel.enable(memory_budget="x")
+    assert accel.status() == on
+    assert vars(torch_norm)["WrappedTorchNorm"] is norm
+
+
+def test_features_that_cannot_be_unpatched_stay_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.training import training
+
+    accel.enable(preset="exact", swap_attention=True)
+    on, ours = accel.status(), training.train_step
+    other = next(c for c in SESSION.choices if c.state == "active" and c.feature.patches)
+    owner, name, _ = patching.resolve(other.feature.patches[0].target)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, lambda *a: None)
+        with pytest.raises(patching.PatchError):
+            accel.enable(preset="fast")
+        assert SESSION._switched, "its switch is on"
+        assert accel.status()["features"]["swap_attention"]["state"] == "active"
+    assert (accel.status(), training.train_step) == (on, ours)
+
+
+def test_a_device_that_cannot_be_undone_keeps_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    accel.enable(preset="exact")
+    undo = SESSION._device.undo
+
+    def refuse() -> None:
+        raise patching.PatchError("cannot be undone")
+
+    monkeypatch.setattr(SESSION._device, "undo", refuse)
+    with pytest.raises(patching.PatchError, match="cannot be undone"):
+        accel.disable()
+    assert not SESSION.choices
+    assert SESSION._hooks is None
+    assert SESSION.device is not None, "it is still there"
+    assert accel.enable(preset="exact")["features"]["norm"]["state"] == "active"
+    monkeypatch.setattr(SESSION._device, "undo", undo)
+
+
 def test_moved_target_names_feature_target_and_near_names(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from megatron.core.transformer import torch_norm

@@ -15,6 +15,7 @@ there is a cuda device" are passed to :meth:`Device.install`.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 from accel.patching import Applied
 
 __all__ = ["NAMES", "Device", "select"]
+
+_log = logging.getLogger("accel")
 
 NAMES = ("cpu", "cuda", "npu")
 
@@ -50,13 +53,13 @@ def select(name: str | None = None) -> Device:
     asked = name or os.environ.get("ACCEL_DEVICE") or "auto"
     if asked not in (*NAMES, "auto"):
         raise ValueError(f"ACCEL_DEVICE={asked!r}: use auto, {', '.join(NAMES)}")
-    found = {"cuda": _has_cuda(), "npu": _has_npu(), "cpu": True}
+    found = {"cuda": _has_cuda, "npu": _has_npu, "cpu": lambda: True}
     if asked == "auto":
-        chosen = next(n for n in ("cuda", "npu", "cpu") if found[n])
+        chosen = next(n for n in ("cuda", "npu", "cpu") if found[n]())
         reason = (
             "no CUDA device and no torch-npu found" if chosen == "cpu" else f"{chosen} device found"
         )
-    elif found[asked]:
+    elif found[asked]():
         chosen, reason = asked, f"ACCEL_DEVICE={asked}" if name is None else f"{asked} asked for"
     else:
         raise ValueError(
@@ -69,14 +72,18 @@ def select(name: str | None = None) -> Device:
 def _has_cuda() -> bool:
     import torch
 
-    return torch.cuda.is_available()
+    # torch-npu's transfer_to_npu, which a script may import first, says that NPUs are available as CUDA
+    return torch.backends.cuda.is_built() and torch.cuda.is_available()
 
 
 def _has_npu() -> bool:
     if importlib.util.find_spec("torch_npu") is None:
         return False
-    import torch_npu
-
+    try:
+        import torch_npu
+    except (ImportError, OSError) as e:  # without CANN, say
+        _log.warning("torch-npu is installed, and cannot be imported: %s", e)
+        return False
     return bool(torch_npu.npu.is_available())
 
 

@@ -111,7 +111,8 @@ class Chain:
         self._clock = self._now if timed else None
         self._began: float | None = None
         self._groups: list[_Group] = []
-        self._known: dict[StorageWeakRef, _Copy] = {}
+        # a backward pass may run before the chain is closed, and lets go of what it has fetched
+        self._known: weakref.WeakValueDictionary[StorageWeakRef, _Copy] = weakref.WeakValueDictionary()
         self._in_flight: list[_Group] = []
 
     @contextlib.contextmanager
@@ -211,6 +212,7 @@ class _Group:
         if self._begun:
             return
         self._begun = True
+        self._held.clear()  # from now on the graph alone holds what is not released
         self.fetch()
         earlier = self._earlier
         while earlier is not None:

@@ -122,7 +122,9 @@ def _options(
         kind = (module.attn_mask_type if attn_mask_type is None else attn_mask_type).name
         if packed.qkv_format != "thd":
             return {}, f"packed sequences in the format {packed.qkv_format}"
-        causal = kind in ("causal", "padding_causal")
+        if kind == "arbitrary":
+            return {}, "packed sequences with a mask of their own"
+        causal = "causal" in kind
         starts = packed_starts(
             (packed.cu_seqlens_q, packed.cu_seqlens_kv),
             (packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded),

@@ -155,7 +155,7 @@ def conv1d_step(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         intermediate_conv_states: Tensor | None = None,
     ) -> Tensor:
         """Without slots, x may be [1, B, C], a token of each sequence: what static contexts hand over."""
-        if x.is_cuda:
+        if x.device.type == "cuda":  # is_cuda is true of an NPU's too
             return original(
                 x,
                 conv_state,
@@ -206,7 +206,7 @@ def state_step(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     ) -> Tensor:
         """As Mamba-2 calls it: dt, its bias and A are the same in all columns of a head. Without slots, x may
         be [1, B, heads, columns]."""
-        if x.is_cuda:
+        if x.device.type == "cuda":  # is_cuda is true of an NPU's too
             return original(
                 state,
                 x,

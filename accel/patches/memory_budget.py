@@ -15,9 +15,9 @@ saves most. Losses are those of stock, bit for bit, whatever is chosen.
 
 Of a hybrid model's Mamba layer the norm is computed again, or all of it; nothing of it is swapped.
 
-What is not known to the plan: micro-batches of other shapes than the second, states of the optimizer that
-come after the first iteration (where fp16 skips steps), and an optimizer step that takes more than the
-passes do. The peak that PyTorch reports (``max_memory_allocated``) begins anew in the iterations that are
+What is not known to the plan: micro-batches of other shapes than the second, more of them in flight later
+(``--rampup-batch-size`` with pipeline stages), states of the optimizer that come after the first iteration
+(where fp16 skips steps), and an optimizer step that takes more than the passes do. The peak that PyTorch reports (``max_memory_allocated``) begins anew in the iterations that are
 measured. On the CPU device runtime the host is the device, and nothing is swapped.
 """
 
@@ -256,7 +256,8 @@ class Planner:
             options_of(str(layer.layer_number), cost, rate, frozenset({ATTENTION}))
             for (layer, _), cost, rate in zip(layers, costs, rates, strict=True)
         ]
-        in_flight = max([int(row[0]) for row in rows], default=1)
+        # a layer that keeps nothing has no backward pass: its micro-batches are never over
+        in_flight = max([int(row[0]) for row in rows if row[1]], default=1)
         everything = in_flight * sum(cost.num_bytes for cost in costs)
         # all are computed again: in the backward passes one of them was there as a whole
         workspace = max([cost.num_bytes for cost in costs], default=0)
@@ -562,6 +563,7 @@ FEATURE = Feature(
         "fine_grained_activation_offloading": "the plan does not know what is moved",
         "cpu_offloading_num_layers": "the plan does not know what is moved",
     },
+    refuses=swap_attention.refuses_graphs,
     settings=(
         Setting(
             name="",

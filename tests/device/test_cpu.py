@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel import device
-from accel.device.cpu import memory
+from accel.device.cpu import factories, memory
 from accel.patching import Applied
 
 pytestmark = pytest.mark.skipif(
@@ -381,6 +382,10 @@ def test_load_brings_cuda_tensors_here(tmp_path: object) -> None:
     torch.save({"x": torch.ones(2)}, file)
     for location in ("cuda:0", torch.device("cuda"), None, "cpu", lambda storage, place: storage):
         assert torch.load(file, map_location=location)["x"].device.type == "cpu"
+    locations = {"cuda:1": "cuda:0", "cpu": "cuda:3"}
+    assert torch.load(file, map_location=locations)["x"].device.type == "cpu"
+    assert factories._Locations(locations).get("cuda:7", "cuda:7") == "cpu"
+    assert locations["cuda:1"] == "cuda:0", "the caller's is left alone"
 
 
 def test_autocast_for_cuda_is_autocast_here() -> None:
@@ -411,6 +416,30 @@ def test_choice_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
         device.select("cuda")
     monkeypatch.setattr(device, "_has_npu", lambda: True)
     assert device.select("auto").name == "npu"
+
+
+def test_an_npu_that_says_it_is_cuda_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch-npu's transfer_to_npu, imported before accel."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert not device._has_cuda()
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    assert device._has_cuda()
+
+
+def test_a_torch_npu_that_cannot_be_imported_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    package = tmp_path / "torch_npu"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('libhccl.so: no such file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("ACCEL_DEVICE", raising=False)
+    assert device.select().name == "cpu"
+    assert "torch-npu is installed, and cannot be imported: libhccl.so" in caplog.text
+    caplog.clear()
+    assert device.select("cpu").name == "cpu"
+    assert not caplog.text, "nobody asked for it"
 
 
 def test_cuda_changes_nothing() -> None:

@@ -239,6 +239,10 @@ def test_masks_that_hide_nothing_but_later_tokens_are_the_causal_one() -> None:
     found = documents_of(hidden_by(first)[:, None, own], shared, causal=True)
     assert found is not None
     assert torch.equal(found, first)
+    with torch.inference_mode():
+        again = documents_of(hidden_by(first)[:, None, own].clone(), shared, causal=True)
+        assert again is not None
+        assert torch.equal(again, first)
     plain[..., -1, 3] = True
     for causal in (True, False):
         with pytest.raises(ValueError, match="an attention mask of its own"):
@@ -371,8 +375,11 @@ def test_bad_input_names_sizes_and_a_way_out() -> None:
         attend(cp_comm_type="a2a+p2p")
     with pytest.raises(ValueError, match="window of"):
         attend(attn_mask_type="no_mask", window_size=(2, 2))
-    layer = DotProductAttention(2, 4, attn_mask_type="arbitrary", cp_group=world)
+    layer = DotProductAttention(2, 4, attn_mask_type="no_mask", cp_group=world)
     x = torch.randn(8, 1, 2, 4)
+    with pytest.raises(ValueError, match="8 queries of a rank, 16 keys and 16 values"):
+        layer(x, torch.cat([x, x]), torch.cat([x, x]), None)
+    layer = DotProductAttention(2, 4, attn_mask_type="arbitrary", cp_group=world)
     with pytest.raises(ValueError, match="a mask or a bias of its own"):
         layer(x, x, x, torch.zeros(1, 1, 8, 8, dtype=torch.bool))
 

@@ -115,6 +115,7 @@ class Layer:
         dtype: torch.dtype,
         into_main_grad: bool = False,
         lent_before: bool = False,
+        moved: bool = False,
         **traffic: Any,
     ) -> dict[str, Any]:
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -139,6 +140,9 @@ class Layer:
             *(x, probs, Traffic(self.counts, rank, **traffic), dist.group.WORLD, experts),
             loan=loan,
         )
+        for weight in (*layers[0], *layers[1]) if moved else ():
+            old, weight.data = weight.data, weight.detach().clone()
+            old.fill_(torch.nan)
         y.backward(self.dy[rank].to(dtype))
         of = (lambda w: w.main_grad) if into_main_grad else (lambda w: w.grad)
         dw = [torch.stack([of(w) for w in weights]) for weights in layers]
@@ -162,6 +166,13 @@ def test_equals_one_process(ranks: int, kind: str) -> None:
     layer = Layer(counted(kind, ranks))
     for slices in (1, 2, 4, 7):
         layer.check(layer.found(torch.float64, slices=slices), 1e-12)
+
+
+@on_2_and_4_ranks
+def test_weights_may_lie_elsewhere_in_the_backward_pass(ranks: int) -> None:
+    """Megatron-FSDP gathers them anew, into whichever of its buffers is free."""
+    layer = Layer(counted("even", ranks))
+    layer.check(layer.found(torch.float64, moved=True), 1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)

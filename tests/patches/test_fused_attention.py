@@ -192,6 +192,23 @@ def test_packed_sequences_are_their_sequences(megatron: None) -> None:
         assert torch.equal(out[begin:end], alone[:, 0])
 
 
+def test_every_causal_kind_of_a_pack_is_causal(megatron: None) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    starts = torch.tensor([0, 20, 37]).int()
+    accel.enable(preset="exact", fused_attention=True)
+    module = build()
+    tensors = [t.detach().squeeze(1) for t in qkv(37, batch=1)]
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    by_kind = {
+        kind: module(*tensors, None, attn_mask_type=kind, packed_seq_params=packed)
+        for kind in (AttnMaskType.causal, AttnMaskType.causal_bottom_right, AttnMaskType.no_mask)
+    }
+    assert torch.equal(by_kind[AttnMaskType.causal_bottom_right], by_kind[AttnMaskType.causal])
+    assert not torch.equal(by_kind[AttnMaskType.no_mask], by_kind[AttnMaskType.causal])
+
+
 def test_padding_between_packed_sequences(megatron: None) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType

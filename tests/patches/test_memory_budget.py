@@ -14,7 +14,7 @@ import torch
 from accel.device.cpu import memory
 from accel.feature import Context, choose, read_settings
 from accel.memory.layer_costs import WHOLE
-from accel.patches import memory_budget, recompute_activation, swap_attention
+from accel.patches import FEATURES, memory_budget, recompute_activation, swap_attention
 from tests.ops.contract import needs_native
 
 from .blocks import HIDDEN, TOKENS, block, gradients
@@ -259,6 +259,38 @@ def test_frozen_layers_that_nothing_runs_backward() -> None:
         assert on.plan is not None
         assert [choice.name for choice in on.plan.choices] == ["keep", "keep"]
         assert torch.equal(step(module), expected)
+
+
+@needs_native
+def test_micro_batches_of_a_layer_without_a_backward_pass_are_not_in_flight(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def told(micro_batches: int) -> str:
+        with one_rank(memory_budget=1.0):
+            module = block(2, hidden_dropout=0.0, attention_dropout=0.0).requires_grad_(False)
+            module.layers[1].mlp.linear_fc1.weight.requires_grad_()
+            on = memory_budget.ON[0]
+            for _ in range(memory_budget.PATIENCE):
+                with on.watched():
+                    for _ in range(micro_batches):
+                        module(torch.ones(8, 1, 64), None).square().sum().backward()
+            assert on.plan is not None
+            assert on.plan.choices[0].name == "keep"
+            costs = on.layers[module.layers[1]].costs
+            assert costs is not None
+        (line,) = [x for x in capsys.readouterr().out.splitlines() if "if all is kept" in x]
+        return line.partition("asked, ")[2]
+
+    assert told(64) == told(1)
+
+
+@pytest.mark.parametrize("name", ["swap_attention", "memory_budget"])
+def test_cuda_graphs_are_refused(name: str) -> None:
+    feature = next(f for f in FEATURES if f.name == name)
+    context = Context("cuda", "0.19.2", SimpleNamespace(cuda_graph_impl="local"))
+    assert feature.refuses(context) == "not with --cuda-graph-impl local: use none"
+    context.args.cuda_graph_impl = "none"
+    assert feature.refuses(context) is None
 
 
 @pytest.mark.parametrize(

@@ -156,10 +156,19 @@ def pin_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     return copy_uncounted
 
 
+class _Locations(dict[str, str]):
+    """``map_location``'s dict: to the host what goes to a device, and what it does not name."""
+
+    def get(self, location: str, default: Any = None) -> str:
+        return str(host(super().get(location, default)))
+
+
 def load(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_on_host(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         location = _CPU if map_location is None else host(map_location)
+        if isinstance(location, dict):
+            location = _Locations(location)
         return original(f, location, *args, **kwargs)
 
     return load_on_host

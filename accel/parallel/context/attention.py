@@ -80,6 +80,11 @@ def context_attention(
         )
     if causal and window is not None and window[0] < 0:
         window = None  # the causal mask alone
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(
+            f"context parallelism: {q.shape[0]} queries of a rank, {k.shape[0]} keys and {v.shape[0]} values; "
+            "a split sequence attends to itself, cross attention is for --context-parallel-size 1"
+        )
     # Also checks the lengths, before anybody waits for anybody.
     num_tokens = q.shape[0] * groups.size
     bounds = torch.tensor([0, num_tokens], device=q.device) if starts is None else starts
