@@ -29,10 +29,14 @@ $(VENV)/.requirements: requirements/dev.txt $(VENV)/.python
 
 $(VENV)/.native: $(VENV)/.requirements $(NATIVE) pyproject.toml
 	@echo "building the native library (a few minutes on two cores)"
-	@rm -f accel/_C*.so  # where the build fails, an older one would be taken for this one
+	@# where the build fails, an older one would be taken for this one
+	@rm -f $@ accel/_C*.so
 	$(PY) -m pip install --disable-pip-version-check --no-build-isolation --no-deps --quiet --editable .
-	@$(PY) -c "from accel.ops import _native; print('native kernels:', _native.reason() or 'built')"
-	@touch $@
+	@$(PY) -c "import sys; from accel.ops import _native; reason = _native.reason(); \
+	    print('native kernels:', reason or 'built'); sys.exit(3 if reason else 0)"; \
+	case $$? in 0) touch $@ ;; 3) test "$$ACCEL_REQUIRE_NATIVE" != 1 || exit 1; \
+	    echo "going on without: each make tries again, ACCEL_REQUIRE_NATIVE=1 make shows the compiler's words" ;; \
+	*) exit 1 ;; esac
 
 $(VENV)/.megatron: $(VENV)/.requirements
 	@for version in $(OTHER_MEGATRON); do \
@@ -55,7 +59,7 @@ $(VENV)/.megatron-tests: $(VENV)/.requirements requirements/megatron-tests.txt
 	    --no-deps emerging-optimizers==0.3.0
 	@touch $@
 
-$(VENV)/.data: $(VENV)/.native examples/demo/corpus.py
+$(VENV)/.data: examples/demo/corpus.py | $(VENV)/.native
 	$(PY) examples/demo/corpus.py
 	@touch $@
 
@@ -127,4 +131,4 @@ compile-table: setup
 	$(PY) -m accel.testing.compile_table --output benchmarks/results/compile.json
 
 clean:
-	rm -rf build accel.egg-info accel/_C*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV)/.native build accel.egg-info accel/_C*.so .pytest_cache .mypy_cache .ruff_cache

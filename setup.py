@@ -162,6 +162,8 @@ def native_kernels() -> dict:
     try:
         from torch.utils.cpp_extension import BuildExtension
     except ImportError as error:
+        if REQUIRED:
+            raise
         cpu_skipped(f"torch cannot be imported at build time: {error}")
         return {}
 

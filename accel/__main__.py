@@ -1,4 +1,4 @@
-"""``python -m accel doctor | features | patches | bench``; see :mod:`accel.cli`."""
+"""``python -m accel doctor | features | patches | bench | schedule``; see :mod:`accel.cli`."""
 
 from __future__ import annotations
 

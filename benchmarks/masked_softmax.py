@@ -6,6 +6,7 @@ writes dx. The mask, one byte for each query and key, is shared by all heads and
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,23 +44,25 @@ def cases(quick: bool) -> Iterator[bench.Case]:
             num_bytes=2 * x.nbytes,
             copy_bytes=x.nbytes,
             check=check,
-            sides={side: _forward(f, x.detach(), mask) for side, f in sides.items()},
+            sides={side: partial(_forward, f, mask) for side, f in sides.items()},
+            input_sets=bench.input_sets(x.detach()),
         )
         yield bench.Case(
             name=f"forward+backward {label}",
             num_bytes=5 * x.nbytes,
             copy_bytes=x.nbytes,
             check=lambda: None,  # the same sides as above
-            sides={side: _forward_backward(f, x, mask, dprobs) for side, f in sides.items()},
+            sides={side: partial(_forward_backward, f, mask) for side, f in sides.items()},
+            input_sets=bench.input_sets(x, dprobs),
         )
 
 
-def _forward(f: Softmax, x: Tensor, mask: Tensor) -> Callable[[], Tensor]:
-    return lambda: f(x, mask)
+def _forward(f: Softmax, mask: Tensor, x: Tensor) -> Tensor:
+    return f(x, mask)
 
 
-def _forward_backward(f: Softmax, x: Tensor, mask: Tensor, dprobs: Tensor) -> Callable[[], object]:
-    return lambda: torch.autograd.grad(f(x, mask), x, dprobs)
+def _forward_backward(f: Softmax, mask: Tensor, x: Tensor, dprobs: Tensor) -> object:
+    return torch.autograd.grad(f(x, mask), x, dprobs)
 
 
 def _check(sides: dict[str, Softmax], x: Tensor, mask: Tensor, dprobs: Tensor) -> None:

@@ -89,7 +89,11 @@ def benchmarks_page() -> str:
         "brackets: how many times faster we are than that peer, and which share of the limit we "
         "reach. The limit is the fastest copy, from memory where inputs are larger than a cache, or torch's "
         "own matrix product for work that is bound by arithmetic; of a step's memory, what its states take. "
-        "A target may ask for more than that: it is beyond the limit.",
+        "A target may ask for more than that: it is beyond the limit. Results of tp_overlap from before "
+        "28 November 2026, those with `accel, auto` among the peers, name the best of accel's settings as "
+        "accel; later ones have `auto` there, the flag's default, and the best as a peer. The hidden share "
+        "is that of the lesser of products and gloo's collectives, each alone, and above 1 where accel's own "
+        "transfers take less time than these.",
     ]
     for report in reports():
         parts += [f"## {report['name']}", about(report), measurements(report)]

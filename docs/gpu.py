@@ -28,7 +28,7 @@ or Triton on CUDA, torch-npu's own ops on Ascend. Features do not know which one
   CPU's kernels pass (`tests/triton`), and is compiled ahead of time for sm_80, sm_90 and sm_100. A spill
   fails.
 * Each CUDA C++ kernel runs on the CPU under the same contract, its blocks' threads as fibers
-  (`tests/cuda`), and is compiled for sm_80, sm_90a and sm_100.
+  (`tests/cuda`), and is compiled for sm_80, sm_90 and sm_100, as `setup.py` builds them.
 * Each Ascend kernel runs against torch-npu's own schemas with reference implementations behind them
   (`tests/npu`, [how](ascend.md)): schema-conformant, not yet run on hardware.
 * Every op runs on tensors without data: none of them waits for the GPU
@@ -41,11 +41,12 @@ make gpu-wheels   # where there is a network: some 4 MB into .gpu-wheels
 make gpu          # on the GPU: PyTorch >= 2.11 for CUDA, Triton, nvcc and pytest, and no network
 ```
 
-It builds, runs the ops' tests, measures the two ceilings, every op beside its peers, transfers under
-products, a Llama-3-8B-shaped training step and what the memory features save and cost there, and writes
-`results.json` and `results.md` into `benchmarks/results/<gpu>`. A call takes under nine minutes; repeated,
-it goes on where it stopped, and two should be enough. `make gpu-rehearsal` runs the same parts on a CPU at
-toy sizes.
+It builds, runs the ops' tests, measures the three ceilings (a copy, a product, sustained products), every op
+beside its peers, Triton's kernels of the ops that have others in CUDA C++, transfers under products, training
+steps shaped like Llama 3 8B and DeepSeekMoE 16B, what the memory features save and cost there, and what
+`torch.compile` makes of the ops' peers, and writes `results.json` and `results.md` into
+`benchmarks/results/<gpu>`. A call takes under nine minutes, all parts may take longer: repeated, it goes on
+where it stopped, until all parts are done. `make gpu-rehearsal` runs the same parts on a CPU at toy sizes.
 """
 
 

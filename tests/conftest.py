@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from accel.testing.distributed import under_torchrun
+from accel.testing.distributed import _agent_store, under_torchrun
 
 if not torch.cuda.is_available():  # Triton reads it once, at its first import
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -22,10 +24,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def reference_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def reference_folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """Where the single-rank reference runs are kept, for this session and the ranks it starts."""
-    if under_torchrun() or "ACCEL_TEST_REFERENCE" in os.environ:
+    if "ACCEL_TEST_REFERENCE" in os.environ:
         yield
+        return
+    if under_torchrun():
+        yield from _folder_of_this_launch(request.session)
         return
     # xdist gives each worker a folder below a common one: share the references between workers
     root = tmp_path_factory.getbasetemp()
@@ -34,3 +41,16 @@ def reference_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     os.environ["ACCEL_TEST_REFERENCE"] = str(root)
     yield
     del os.environ["ACCEL_TEST_REFERENCE"]
+
+
+def _folder_of_this_launch(session: pytest.Session) -> Iterator[None]:
+    """A fresh one, for all ranks of this host; the last of them removes it."""
+    store, key = _agent_store(session), f"accel-testing/reference/{os.environ['GROUP_RANK']}"
+    if os.environ["LOCAL_RANK"] == "0":
+        store.set(key, tempfile.mkdtemp(prefix="accel-reference-"))
+    folder = store.get(key).decode()
+    os.environ["ACCEL_TEST_REFERENCE"] = folder
+    yield
+    del os.environ["ACCEL_TEST_REFERENCE"]
+    if store.add(f"{key}/over", 1) == int(os.environ["LOCAL_WORLD_SIZE"]):
+        shutil.rmtree(folder, ignore_errors=True)

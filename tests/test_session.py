@@ -143,7 +143,9 @@ def test_an_error_before_anything_changed_leaves_what_is_on() -> None:
     assert vars(torch_norm)["WrappedTorchNorm"] is norm
 
 
-def test_features_that_cannot_be_unpatched_stay_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_that_cannot_be_unpatched_stay_switched_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from megatron.training import training
 
     accel.enable(preset="exact", swap_attention=True)

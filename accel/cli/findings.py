@@ -42,13 +42,9 @@ def examine(facts: Facts) -> list[Finding]:
 
 def python_version(facts: Facts) -> Iterator[Finding]:
     version = facts.python.version
-    megatron = facts.megatron.version
     fix = "make PYTHON=python3.12 setup" if facts.checkout else "python3.12 -m venv .venv"
-    if at_least(version, "3.11") is False or at_least(version, "3.14"):
-        yield Finding("error", f"Python {version}: accel runs on 3.11 to 3.13", fix)
-    elif at_least(version, "3.12") is False and at_least(megatron, "0.17") is not False:
-        which = f"megatron-core {megatron}" if megatron else "every supported megatron-core"
-        yield Finding("error", f"Python {version}: {which} needs Python 3.12 or newer", fix)
+    if at_least(version, "3.12") is False or at_least(version, "3.14"):
+        yield Finding("error", f"Python {version}: accel runs on 3.12 and 3.13", fix)
 
 
 def requirements(facts: Facts) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel.layers.base import ExtraState, refuse_options
+from accel.layers.base import ExtraState, draw_normal, refuse_options
 from accel.ops import attention_ref
 from accel.ops._dispatch import log_fallback
 from accel.parallel.context import Attention, ContextGroups, context_attention, ring_settings
@@ -136,7 +136,8 @@ class DotProductAttention(ExtraState):
         attn_mask_type: one of `MASK_TYPES`, unless the call says otherwise.
         window_size: how many keys before and after its own a query sees, -1 for all.
         softmax_scale: 1 / sqrt(size of a head) if None.
-        get_rng_state_tracker: dropout draws from its fork, but for sequence parallelism.
+        get_rng_state_tracker: a learnable offset is drawn in its fork, and dropout but for sequence
+            parallelism.
         cp_group, cp_comm_type: the ranks that share the sequences: `set_context_parallel_group`.
         softmax_type: `vanilla`; `off-by-one`, one more key with score 0 and value 0 in every row;
             `learnable`, the same with a score for each head, the parameter `softmax_offset`. The latter two
@@ -207,16 +208,23 @@ class DotProductAttention(ExtraState):
         self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         self.return_max_logit = return_max_logit
         self.softmax_type = softmax_type
-        heads = self.num_attention_heads // self.tp_size
         self.softmax_offset: Tensor | None = None
-        if softmax_type == "off-by-one":
-            self.softmax_offset = torch.zeros(heads)
-        elif softmax_type == "learnable":
-            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads))
+        self._parameter_tracker = get_rng_state_tracker
+        if softmax_type == "learnable":
+            heads = self.num_attention_heads // self.tp_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads))
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """First values, drawn as Transformer Engine does: each tensor-parallel rank has its own."""
+        if self.softmax_offset is not None and not self.softmax_offset.is_meta:
+            with _fork(self._parameter_tracker):
+                draw_normal(self.softmax_offset)
 
     def _only_plain(self) -> str | None:
         """Why no call can take the fast path."""
-        if self.softmax_offset is not None:
+        if self.softmax_type != "vanilla":
             return f"softmax_type={self.softmax_type!r}"
         return "the largest logit is asked for" if self.return_max_logit else None
 
@@ -385,7 +393,7 @@ class DotProductAttention(ExtraState):
     def _dropout(self, device: torch.device) -> dict[str, Any]:
         if not self.training or self.attention_dropout == 0:
             return {}
-        with self._random_stream():
+        with _fork(self.get_rng_state_tracker):
             return {"dropout": self.attention_dropout, "seed": draw_seed(device)}
 
     def _plain(
@@ -411,19 +419,21 @@ class DotProductAttention(ExtraState):
         max_logit = None
         if self.return_max_logit:
             max_logit = scores.detach().float().amax(dim=(0, 2, 3))
-        if self.softmax_offset is not None:  # a key of value 0
-            sink = self.softmax_offset.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        if self.softmax_type != "vanilla":  # a key of value 0
+            offset = self.softmax_offset
+            sink = scores.new_zeros(1) if offset is None else offset.to(scores)
+            sink = sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sink], dim=-1)
         probs = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
         probs = probs[..., : k.shape[2]]
         if self.training and self.attention_dropout > 0:
-            with self._random_stream():
+            with _fork(self.get_rng_state_tracker):
                 probs = torch.nn.functional.dropout(probs, self.attention_dropout)
         return (probs @ v).permute(2, 0, 1, 3).flatten(-2), max_logit
 
-    def _random_stream(self) -> Any:
-        tracker = self.get_rng_state_tracker
-        return contextlib.nullcontext() if tracker is None else tracker().fork()
+
+def _fork(tracker: Callable[[], Any] | None) -> Any:
+    return contextlib.nullcontext() if tracker is None else tracker().fork()
 
 
 def _known_mask(kind: str) -> str:

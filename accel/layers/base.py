@@ -8,6 +8,8 @@ FP8 scales is refused.
 from __future__ import annotations
 
 import contextlib
+import io
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -47,12 +49,25 @@ class ExtraState(torch.nn.Module):
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """Raises ValueError for a state that holds FP8 scales."""
-        if isinstance(state, Tensor) and state.numel():
+        """Raises ValueError for a state that holds FP8 scales, or that may."""
+        if held := _held(state):
             raise ValueError(
-                f"{type(self).__name__}: the checkpoint's _extra_state holds FP8 scales ({state.numel()} "
-                "bytes), and accel has no FP8 yet; load it where Transformer Engine is installed"
+                f"{type(self).__name__}: the checkpoint's _extra_state holds FP8 scales ({held}), and accel "
+                "has no FP8 yet; load it where Transformer Engine is installed"
             )
+
+
+def _held(state: Any) -> str | None:
+    """What there is in Transformer Engine's extra state; None for nothing."""
+    if isinstance(state, io.BytesIO):  # of its versions before 2.0
+        state.seek(0)
+        try:
+            state = torch.load(state, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            return f"{state.getbuffer().nbytes} bytes, more than tensors"
+    if isinstance(state, Tensor):
+        return f"{state.numel()} bytes" if state.numel() else None
+    return None if state is None else type(state).__name__
 
 
 def _add_missing_extra_state(

@@ -11,9 +11,16 @@ from torch import Tensor
 
 from accel.layers.base import ParallelLayer
 from accel.ops import grouped_gemm
+from accel.ops._autocast import without_autocast
 from accel.ops.grouped_gemm import accumulate_wgrad
 from accel.parallel import split_backward
-from accel.parallel.linear import Layout, leave_gradient, main_grad_of, weight_gradient_added
+from accel.parallel.linear import (
+    Layout,
+    cast_by_autocast,
+    leave_gradient,
+    main_grad_of,
+    weight_gradient_added,
+)
 from accel.parallel.split_backward import WeightPart
 
 __all__ = ["GroupedLinear", "add_biases", "grouped_linear"]
@@ -22,7 +29,9 @@ __all__ = ["GroupedLinear", "add_biases", "grouped_linear"]
 def grouped_linear(
     x_TK: Tensor, weights: Sequence[Tensor], tokens_per_expert: Tensor, layout: Layout
 ) -> Tensor:
-    """`[T, K]`, E weights `[N, K]` and counts `[E]` on the host -> `[T, N]`; no communication."""
+    """`[T, K]`, E weights `[N, K]` and counts `[E]` on the host -> `[T, N]`; no communication. Dtypes as in
+    `accel.parallel.linear`."""
+    x_TK, layout = cast_by_autocast(x_TK, layout)
     return _GroupedLinear.apply(x_TK, tokens_per_expert, layout, *weights)
 
 
@@ -41,14 +50,16 @@ def add_biases(
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any, x_TK: Tensor, tokens_per_expert: Tensor, layout: Layout, *weights: Tensor
     ) -> Tensor:
         ctx.weights, ctx.layout = weights, layout
         ctx.save_for_backward(x_TK, tokens_per_expert)
-        return grouped_gemm(x_TK, weights, tokens_per_expert, transpose_b=True)
+        return grouped_gemm(x_TK, _cast(weights, x_TK, layout), tokens_per_expert, transpose_b=True)
 
     @staticmethod
+    @without_autocast
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy_TN,) = grads
@@ -56,7 +67,8 @@ class _GroupedLinear(torch.autograd.Function):
         weights, layout = ctx.weights, ctx.layout
         dx_TK = None
         if ctx.needs_input_grad[0]:
-            dx_TK = grouped_gemm(dy_TN, [w.detach() for w in weights], counts)
+            detached = [w.detach() for w in weights]
+            dx_TK = grouped_gemm(dy_TN, _cast(detached, dy_TN, layout), counts)
         dws: list[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[3:]):
             part = split_backward.current()
@@ -67,6 +79,10 @@ class _GroupedLinear(torch.autograd.Function):
             else:
                 dws = _weight_gradients(weights, dy_TN, x_TK, counts, layout)
         return dx_TK, None, None, *dws
+
+
+def _cast(weights: Sequence[Tensor], x: Tensor, layout: Layout) -> Sequence[Tensor]:
+    return [w.to(x.dtype) for w in weights] if layout.cast else weights
 
 
 def _put_off(
@@ -95,7 +111,8 @@ def _weight_gradients(
         main_grads = [main_grad_of(w) for w in weights]
         accumulate_wgrad(dy_TN, x_TK, counts, main_grads, transpose_b=True)
         return [weight_gradient_added(w) for w in weights]
-    return list(torch.ops.accel.grouped_gemm_wgrad(dy_TN, x_TK, counts, True).unbind(0))
+    dws = torch.ops.accel.grouped_gemm_wgrad(dy_TN, x_TK, counts, True)
+    return list(dws.to(weights[0].dtype).unbind(0))
 
 
 def _add_later(

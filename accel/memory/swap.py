@@ -112,7 +112,9 @@ class Chain:
         self._began: float | None = None
         self._groups: list[_Group] = []
         # a backward pass may run before the chain is closed, and lets go of what it has fetched
-        self._known: weakref.WeakValueDictionary[StorageWeakRef, _Copy] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[StorageWeakRef, _Copy] = (
+            weakref.WeakValueDictionary()
+        )
         self._in_flight: list[_Group] = []
 
     @contextlib.contextmanager

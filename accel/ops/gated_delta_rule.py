@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accel.ops._autocast import without_autocast
 from accel.ops._dispatch import refuse_derivative
 from accel.ops._recurrence import (
     Decays,
@@ -170,6 +171,7 @@ def _forward_fake(
 
 
 @torch.library.impl("accel::gated_delta_rule_fwd", "CompositeExplicitAutograd")
+@without_autocast
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -210,6 +212,7 @@ def _backward_fake(
 
 
 @torch.library.impl("accel::gated_delta_rule_bwd", "CompositeExplicitAutograd")
+@without_autocast
 def _backward(
     do_: Tensor,
     dstate: Tensor | None,

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accel.ops._autocast import without_autocast
 from accel.ops._recurrence import check_segments, check_shapes
 from accel.ops.causal_conv1d import causal_conv1d_ref, check_channels
 from accel.ops.state_space_scan import chunk_size_of, state_space_scan_ref
@@ -99,6 +100,7 @@ def split_conv1d_scan_ref(
 
 class _SplitConv1dScan(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any,
         rows: Tensor,
@@ -124,6 +126,7 @@ class _SplitConv1dScan(torch.autograd.Function):
         return y.flatten(2), states[-1].flatten(1, 2).clone()
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, dy: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
         rows, conv_weight, conv_bias, dt_bias, a, d, segments, states = ctx.saved_tensors
         sizes: _Sizes = ctx.sizes

@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accel.ops._autocast import without_autocast
 from accel.ops._dispatch import refuse_derivative
 from accel.ops._recurrence import (
     Decays,
@@ -205,6 +206,7 @@ def _forward_fake(
 
 
 @torch.library.impl("accel::state_space_scan_fwd", "CompositeExplicitAutograd")
+@without_autocast
 def _forward(
     x: Tensor,
     dt: Tensor,
@@ -261,6 +263,7 @@ def _backward_fake(
 
 
 @torch.library.impl("accel::state_space_scan_bwd", "CompositeExplicitAutograd")
+@without_autocast
 def _backward(
     dy: Tensor,
     dstate: Tensor | None,

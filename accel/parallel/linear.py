@@ -13,7 +13,8 @@ Collectives with sequence parallelism `gather` is an all-gather and `reduce` a r
 Overlap     where `accel.parallel.overlap` says so, the collectives that nothing hides run in pieces beside
             the product that they belong to: the gather of x, the reduction of x W^T, the gather of dy in a
             row layer, and the reduction of dx where no dW is formed.
-Dtypes      x, W, b: one dtype. `main_grad`: float32, or that dtype.
+Dtypes      x, W, b: one dtype; under autocast any, and they are cast to its own. dW: that of W.
+            `main_grad`: float32, or the dtype of x.
 Saved       x as it came in (the rank's own rows under sequence parallelism) and W.
 Order       the products, sums and roundings of Megatron's own layers, so their bits; of an overlapped
             product see `accel.parallel.overlapped_linear`.
@@ -22,7 +23,7 @@ Order       the products, sums and roundings of Megatron's own layers, so their 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel.ops import gemm_accumulate_ref
+from accel.ops._autocast import autocasts, without_autocast
 from accel.parallel import overlap, split_backward
 from accel.parallel.collectives import gather_rows, reduce_scatter_rows
 from accel.parallel.overlapped_linear import (
@@ -42,6 +44,7 @@ from accel.parallel.overlapped_linear import (
 __all__ = [
     "DelayedGradients",
     "Layout",
+    "cast_by_autocast",
     "leave_gradient",
     "main_grad_of",
     "parallel_linear",
@@ -90,6 +93,8 @@ class Layout:
     overlap_gather: bool = True
     overlap_reduce: bool = True
     """Whether products may overlap with their collectives, in the forward and the backward."""
+    cast: bool = False
+    """Multiply a copy of the weight in the dtype of x; `cast_by_autocast` says so."""
 
     @property
     def split(self) -> bool:
@@ -117,6 +122,8 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layo
             f"parallel_linear: the last dimension of x is {x.shape[-1]}, the weight {list(weight.shape)} "
             f"takes {weight.shape[1]}"
         )
+    x, layout = cast_by_autocast(x, layout)
+    bias = bias.to(x.dtype) if bias is not None and layout.cast else bias
     if layout.mode != "row" or not layout.split:
         return _Linear.apply(x, weight, bias, layout)
     if overlap.current() is not None:
@@ -124,6 +131,14 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layo
     else:
         y = reduce_rows(_Linear.apply(x, weight, None, layout), layout)
     return y if bias is None else y + bias
+
+
+def cast_by_autocast(x: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
+    """Under autocast x in its dtype, and a layout that takes weights of another. These are cast within the
+    product, which needs the parameter itself: it has `main_grad`."""
+    if not autocasts(x):
+        return x, layout
+    return x.to(torch.get_autocast_dtype(x.device.type)), replace(layout, cast=True)
 
 
 def reduce_rows(y: Tensor, layout: Layout) -> Tensor:
@@ -136,11 +151,13 @@ class _Linear(torch.autograd.Function):
     """The product, and in a column layer what comes before it."""
 
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
         ctx.layout = layout
         ctx.has_bias = bias is not None
         ctx.weight = weight  # the object itself: it carries main_grad
         ctx.save_for_backward(x, weight)
+        weight = weight.to(x.dtype) if layout.cast else weight
         plan = _plan("gather", x, weight.t(), layout) if layout.mode == "column" else None
         if plan is not None:
             assert layout.group is not None
@@ -150,10 +167,12 @@ class _Linear(torch.autograd.Function):
         return y if bias is None else y + bias
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, weight = ctx.saved_tensors
         layout: Layout = ctx.layout
+        weight = weight.to(dy.dtype) if layout.cast else weight
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         taken = needs_weight and _is_taken(dy, layout)
         needs_weight = needs_weight and not taken and not _put_off(ctx.weight, dy, x, layout)
@@ -187,19 +206,23 @@ class _OverlappedRow(torch.autograd.Function):
     """The product of a row layer and what comes after it, in one."""
 
     @staticmethod
+    @without_autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
         ctx.layout = layout
         ctx.weight = weight
         ctx.save_for_backward(x, weight)
+        weight = weight.to(x.dtype) if layout.cast else weight
         if (plan := _plan("reduce", x, weight.t(), layout)) is not None:
             return _matmul_reduce(x, weight.t(), layout, plan)
         return _reduced(torch.matmul(x, weight.t()), layout)[0]
 
     @staticmethod
+    @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, weight = ctx.saved_tensors
         layout: Layout = ctx.layout
+        weight = weight.to(dy.dtype) if layout.cast else weight
         needs_x, needs_weight, _ = ctx.needs_input_grad
         dx = dw = None
         plan = _plan("gather", dy, weight, layout) if needs_x else None
@@ -244,7 +267,7 @@ def _plan(kind: Literal["gather", "reduce"], x: Tensor, w: Tensor, layout: Layou
     """How the product of x `[..., K]` and w `[K, N]` overlaps with its collective, if there is one."""
     asked = overlap.current()
     allowed = layout.overlap_gather if kind == "gather" else layout.overlap_reduce
-    if asked is None or not allowed or not layout.split or torch.is_autocast_enabled(x.device.type):
+    if asked is None or not allowed or not layout.split:
         return None
     assert layout.group is not None
     if kind == "gather":
@@ -300,7 +323,7 @@ def _weight_gradient(weight: Any, dy_TN: Tensor, x: Tensor, layout: Layout) -> T
 @torch.no_grad()
 def _weight_gradient_now(weight: Any, dy_TN: Tensor, x_TK: Tensor, layout: Layout) -> Tensor | None:
     if not layout.into_main_grad:
-        return dy_TN.t().matmul(x_TK)
+        return dy_TN.t().matmul(x_TK).to(weight.dtype)
     accumulate_into_main_grad(weight, dy_TN, x_TK)
     return weight_gradient_added(weight)
 

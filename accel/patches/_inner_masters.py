@@ -43,6 +43,7 @@ _EXCLUDED = {
     "optimizer_cuda_graph": "the optimizer cannot be captured",
     "rl_offload_optimizer_during_inference": "it takes the parameters out of the buffer that is stepped",
     "qk_clip": ELSEWHERE,
+    "load_main_params_from_ckpt": "the masters are read from the model's weights; leave it out",
 }
 """Option of Megatron's -> why the inner optimizer cannot keep the masters with it. Not `conflicts` of a
 feature: an optimizer's configuration is asked too, and one of these is the name of a feature that is always
@@ -163,9 +164,16 @@ def without_main_params(init: Callable[..., None]) -> Callable[..., None]:
 
 def masters_too(copy: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(copy)
-    def copy_(self: Any, *args: Any, **kwargs: Any) -> None:
-        copy(self, *args, **kwargs)
-        if isinstance(self.optimizer, PrecisionAwareAdam):
+    def copy_(self: Any, state_dict: Any = None) -> None:
+        ours = isinstance(self.optimizer, PrecisionAwareAdam)
+        if ours and state_dict is not None:
+            raise ValueError(
+                "--load-main-params-from-ckpt: this optimizer keeps the masters, and reads them from the "
+                "model's weights; leave it out, or run without --accel-shared-weights, "
+                "--accel-host-optimizer and --use-precision-aware-optimizer"
+            )
+        copy(self, state_dict)
+        if ours:
             self.optimizer.reload_masters()
 
     return copy_
@@ -235,6 +243,7 @@ INNER_MASTERS = (
         target=f"{_DISTRIBUTED}._copy_model_params_to_main_params",
         replacement=f"{_HERE}:masters_too",
         how="wrap",
+        expects=("self", "state_dict"),
         why="Upstream leaves the masters as they were when other weights are loaded into the model.",
     ),
     Patch(

@@ -129,11 +129,13 @@ def refusal(args: Any) -> str | None:
             f"--decoder-first-pipeline-num-layers {first} and --decoder-last-pipeline-num-layers {last} "
             "differ, and a rank of a V has a chunk of either end: give --pipeline-model-parallel-layout"
         )
-    if getattr(args, "ckpt_format", None) == "torch":
-        return (
-            "--ckpt-format torch writes files that other placements would read without an error: give "
-            "--ckpt-format torch_dist"
-        )
+    for option in ("ckpt_format", "ckpt_convert_format"):
+        if getattr(args, option, None) == "torch":
+            flag = f"--{option.replace('_', '-')}"
+            return (
+                f"{flag} torch writes files that other placements would read without an error: give "
+                f"{flag} torch_dist"
+            )
     if any(getattr(args, name, None) for name in _HYBRID):
         return "a hybrid model's chunks cannot be turned: leave out --hybrid-layer-pattern"
     return None

@@ -13,8 +13,8 @@ parameter's state. The checkpoint code has five faults with it:
   here it copies under ``no_grad``;
 * the states that Megatron makes ahead of a load have moments, but no step count, and a step from there stops
   at ``KeyError: 'step'``; here it is that of the other parameters, or 0;
-* likewise for what was saved so, by the optimizers that are not distributed; here it is 0, if the moments are
-  0 too.
+* likewise for what was saved so, by the optimizers that are not distributed; here it is that of the
+  parameter's group, where Apex's and Transformer Engine's Adam keep it, or 0, if the moments are 0 too.
 
 An optimizer of accel's counts by parameter beside Transformer Engine too, whose own counts by group: there
 the groups are saved with that count.
@@ -200,7 +200,7 @@ def unstarted_loads_step_0(
     def load(self: Any, state_dict: Any) -> None:
         if isinstance(self.optimizer, torch.optim.Adam):
             inner = state_dict.get("optimizer", state_dict)
-            _count_from_0(inner.get("state", {}))
+            _count_from_0(inner.get("state", {}), inner.get("param_groups", []))
         load_state_dict(self, state_dict)
 
     return load
@@ -231,16 +231,23 @@ def _counting(init_states: Callable[..., None]) -> Callable[..., None]:
     return init_states_
 
 
-def _count_from_0(states: dict[Any, Any]) -> None:
-    """Give parameters that lack one a step count of 0.
+def _count_from_0(states: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
+    """Give parameters that lack one the step count of their group, or one of 0.
 
     Raises:
-        ValueError: they have moments.
+        ValueError: their group has none, and they have moments.
     """
+    counts = {}
+    for group in groups:
+        count = group.pop("step", None)  # where nobody would count on
+        counts.update(dict.fromkeys(group["params"], count))
     if "common_step" in states:
         return
-    for state in states.values():
+    for number, state in states.items():
         if "exp_avg" in state and "step" not in state:
+            if (count := counts.get(number)) is not None:
+                state["step"] = torch.tensor(float(count))
+                continue
             if state["exp_avg"].any():
                 raise ValueError(
                     "the checkpoint's optimizer has moments, but no step count: Adam's bias correction "

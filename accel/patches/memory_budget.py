@@ -17,8 +17,9 @@ Of a hybrid model's Mamba layer the norm is computed again, or all of it; nothin
 
 What is not known to the plan: micro-batches of other shapes than the second, more of them in flight later
 (``--rampup-batch-size`` with pipeline stages), states of the optimizer that come after the first iteration
-(where fp16 skips steps), and an optimizer step that takes more than the passes do. The peak that PyTorch reports (``max_memory_allocated``) begins anew in the iterations that are
-measured. On the CPU device runtime the host is the device, and nothing is swapped.
+(where fp16 skips steps), and an optimizer step that takes more than the passes do. The peak that PyTorch
+reports (``max_memory_allocated``) begins anew in the iterations that are measured. On the CPU device runtime
+the host is the device, and nothing is swapped.
 """
 
 from __future__ import annotations

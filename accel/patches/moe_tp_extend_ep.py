@@ -5,14 +5,21 @@
 ``--expert-model-parallel-size E`` become T x E ranks over which the experts are spread. With
 ``--sequence-parallel`` each rank routes its own part of the sequence, so nothing is gathered before the
 experts or scattered after them.
+
+Checkpoints store the product. Where ``--use-mp-args-from-checkpoint-args`` brings it back, it stays as it is.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 from accel.feature import Context, Feature
 from accel.upstream import SUPPORTED_RANGE
+
+GIVEN = "expert_model_parallel_size_given"
+"""Attribute of Megatron's arguments: what `--expert-model-parallel-size` was before it was multiplied."""
 
 
 def prepare(context: Context) -> Sequence[str]:
@@ -24,22 +31,48 @@ def prepare(context: Context) -> Sequence[str]:
     args = context.args
     if not getattr(args, "accel_moe_tp_extend_ep", None) or not args.num_experts:
         return []
+    if hasattr(args, GIVEN):  # validated before
+        return []
     split = args.expert_tensor_parallel_size
     if split not in (None, 1):
         raise ValueError(
             f"--moe-tp-extend-ep keeps experts whole, --expert-tensor-parallel-size {split} splits them: "
             "leave one out"
         )
-    ranks = args.tensor_model_parallel_size * args.expert_model_parallel_size
+    given = _given_before(args)
+    ranks = args.expert_model_parallel_size
+    if given is None:
+        given, ranks = ranks, args.tensor_model_parallel_size * ranks
     if args.num_experts % ranks:
         raise ValueError(
             f"--moe-tp-extend-ep: --num-experts {args.num_experts} is no multiple of {ranks}, the product of "
             f"--tensor-model-parallel-size and --expert-model-parallel-size"
         )
     args.expert_tensor_parallel_size, args.expert_model_parallel_size = 1, ranks
+    setattr(args, GIVEN, given)
     return [
         f"--moe-tp-extend-ep: --expert-tensor-parallel-size 1 --expert-model-parallel-size {ranks}"
     ]
+
+
+def _given_before(args: Any) -> int | None:
+    """What was given to the run whose product Megatron has taken from a checkpoint; None: it took none."""
+    if not (
+        getattr(args, "use_checkpoint_args", False)
+        and getattr(args, "use_mp_args_from_checkpoint_args", False)
+    ):
+        return None
+    from megatron.training.checkpointing import load_args_from_checkpoint
+
+    for source in ("load", "pretrained_checkpoint"):  # Megatron reads the first last
+        found = load_args_from_checkpoint(copy.copy(args), load_arg=source)
+        if isinstance(found, tuple):
+            saved = found[1]
+            if getattr(saved, "accel_moe_tp_extend_ep", None):  # written before GIVEN was, too
+                before = saved.expert_model_parallel_size // saved.tensor_model_parallel_size
+                return int(getattr(saved, GIVEN, before))
+            return None
+    return None
 
 
 def idle(context: Context) -> str | None:

@@ -1,29 +1,52 @@
 """Checkpoints of the local layer spec load in Transformer Engine's, and the reverse.
 
-Megatron gives the same name to most weights of both (``--ckpt-format torch_dist``). Three differences are
-bridged when a checkpoint is loaded, nothing is changed when one is saved:
+Megatron gives the same name to most weights of both (``--ckpt-format torch_dist``). What differs is bridged
+when a checkpoint is loaded, nothing is changed when one is saved:
 
 * the norm before experts is ``mlp.linear_fc1.layer_norm_weight`` in the local spec and
-  ``pre_mlp_layernorm.weight`` in the other: whichever the checkpoint has is read, with its optimizer state;
+  ``pre_mlp_layernorm.weight`` in the other, and the norms of multi-latent attention (``--qk-layernorm``) are
+  ``q_layernorm.weight`` and ``linear_q_up_proj.layer_norm_weight``, likewise of ``kv``: whichever the
+  checkpoint has is read, with its optimizer state;
 * an ``_extra_state`` that the checkpoint lacks, because the local spec wrote it, is not asked for;
+* under ``--ckpt-format torch`` the norms before attention and MLP differ as well, and so do experts one by
+  one and grouped (``--moe-grouped-gemm``); Megatron skips what it does not find and trains on with first
+  weights. Here they are read under either name, and an ``_extra_state`` that nobody here has is left out;
 * unless it was saved with ``--dist-ckpt-optim-fully-reshardable``, the distributed optimizer's state lies
-  in the order of the parameters, which is another one in the other spec. Loaded there, moments and master
-  weights would go to the wrong parameters without a word; here that is an error that says what to do.
+  in the order of the parameters, which is another one in the other spec, and another one for grouped experts.
+  Loaded there, moments and master weights would go to the wrong parameters without a word; here that is an
+  error that says what to do. Under ``--ckpt-format torch`` other optimizers' states are in that order too.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterator
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from accel.feature import Feature
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
-NORM_BEFORE_EXPERTS = ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
-"""Its name in the local spec and in Transformer Engine's, without ``weight`` or ``bias``."""
+_BEFORE_MLP = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+_LATENTS = tuple(
+    (f"self_attention.{name}_layernorm.", f"self_attention.linear_{name}_up_proj.layer_norm_")
+    for name in ("q", "kv")
+)
+SHARDED_NORMS = (_BEFORE_MLP, *_LATENTS)
+"""A norm's two names in a sharded state dict, without ``weight`` or ``bias``; a key map turns some around."""
+NORMS = (("input_layernorm.", "self_attention.linear_qkv.layer_norm_"), *SHARDED_NORMS)
+"""A norm's names in a module, of the local spec and of Transformer Engine's."""
+_EXPERT = (
+    re.compile(r"\bexperts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$"),
+    r"experts.\2.\3\1",
+)
+_GROUPED = (
+    re.compile(r"\bexperts\.(linear_fc[12])\.(weight|bias)(\d+)$"),
+    r"experts.local_experts.\3.\1.\2",
+)
 
 
 def load_either(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,13 +77,51 @@ def as_saved(tree: Any, saved: Collection[str]) -> Any:
         return [as_saved(value, saved) for value in tree if not _is_missing(value, saved)]
     if not _may_differ(tree) or tree.key in saved:
         return tree
-    for ours, theirs in (NORM_BEFORE_EXPERTS, NORM_BEFORE_EXPERTS[::-1]):
-        renamed = tree.key.replace(ours, theirs)
-        if renamed != tree.key and renamed in saved:
+    for renamed in _renamed(tree.key, SHARDED_NORMS):
+        if renamed in saved:
             tree = copy.copy(tree)
             tree.key = renamed
             break
     return tree
+
+
+def _renamed(name: str, pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """What it may be called in the other spec."""
+    for pair in pairs:
+        for ours, theirs in (pair, pair[::-1]):
+            if ours in name:
+                yield name.replace(ours, theirs)
+
+
+def load_either_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``MegatronModule.load_state_dict``."""
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, as_named(state_dict, self.state_dict()), *args, **kwargs)
+
+    return load_state_dict
+
+
+def as_named(given: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
+    """A state dict that has the names in `wanted`, where only names differ.
+
+    Args:
+        given: of a module of either spec; it is left alone.
+        wanted: the names in the module that it is loaded into.
+    """
+    if all(name in wanted for name in given):
+        return given
+    found = copy.copy(given)  # with torch's `_metadata`
+    found.clear()
+    for name, value in given.items():
+        if name not in wanted:
+            if name.endswith("_extra_state"):
+                continue
+            others = [*_renamed(name, NORMS), *(p.sub(new, name) for p, new in (_EXPERT, _GROUPED))]
+            name = next((n for n in others if n in wanted and n not in given), name)
+        found[name] = value
+    return found
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
@@ -73,7 +134,8 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 def _may_differ(leaf: Any) -> bool:
     key = getattr(leaf, "key", None)
-    return isinstance(key, str) and any(n in key for n in ("_extra_state", *NORM_BEFORE_EXPERTS))
+    names = ("_extra_state", *itertools.chain.from_iterable(SHARDED_NORMS))
+    return isinstance(key, str) and any(n in key for n in names)
 
 
 def _is_missing(leaf: Any, saved: Collection[str]) -> bool:
@@ -81,6 +143,24 @@ def _is_missing(leaf: Any, saved: Collection[str]) -> bool:
     if isinstance(leaf, (dict, list)) or "_extra_state" not in getattr(leaf, "key", ""):
         return False
     return leaf.unique_key not in saved
+
+
+class _LastRead:
+    """Of the checkpoint whose arguments are checked next."""
+
+    release = False
+
+
+def noting_releases(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``_load_base_checkpoint``."""
+
+    @functools.wraps(original)
+    def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        _LastRead.release = bool(found[2])
+        return found
+
+    return _load_base_checkpoint
 
 
 def refuse_other_order(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,7 +171,8 @@ def refuse_other_order(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import checkpointing
 
         wanted = checkpointing.get_args()  # as upstream's module finds them
-        if problem := other_order(checkpoint_args, wanted):
+        # of a release upstream loads no optimizer
+        if not _LastRead.release and (problem := other_order(checkpoint_args, wanted)):
             raise ValueError(problem)
         return original(checkpoint_args, *rest, **options)
 
@@ -104,18 +185,53 @@ def other_order(saved: Any, wanted: Any) -> str | None:
     Args:
         saved, wanted: Megatron's arguments, of the checkpoint and of this run.
     """
-    specs = [getattr(args, "transformer_impl", None) for args in (saved, wanted)]
-    loads = wanted.use_distributed_optimizer and not (wanted.no_load_optim or wanted.finetune)
-    by_order = getattr(saved, "use_distributed_optimizer", False) and not getattr(
-        saved, "dist_ckpt_optim_fully_reshardable", False
-    )
-    if not loads or not by_order or None in specs or specs[0] == specs[1]:
+    if wanted.no_load_optim or wanted.finetune or not _by_order(saved, wanted):
         return None
+    theirs, ours = _order(saved), _order(wanted)
+    if None in (theirs, ours) or theirs == ours:
+        return None
+    distributed = ["--dist-ckpt-optim-fully-reshardable"] * wanted.use_distributed_optimizer
+    save = " ".join((["--ckpt-format torch_dist"] if _is_legacy(saved) else []) + distributed)
     return (
-        f"the checkpoint's optimizer state is in the order of --transformer-impl {specs[0]}, this run has "
-        f"--transformer-impl {specs[1]}: save it with --dist-ckpt-optim-fully-reshardable, load it with "
-        f"--transformer-impl {specs[0]}, or leave it out (--no-load-optim)"
+        f"the checkpoint's optimizer state is in the order of {theirs}, this run has {ours}: save it with "
+        f"{save}, load it with just that, or leave it out (--no-load-optim)"
     )
+
+
+def _is_legacy(args: Any) -> bool:
+    return getattr(args, "ckpt_format", None) == "torch"
+
+
+def _by_order(saved: Any, wanted: Any) -> bool:
+    """Whether the state goes to parameters by their order, which differs where the layers do."""
+    if bool(getattr(saved, "use_distributed_optimizer", False)) != wanted.use_distributed_optimizer:
+        return False
+    if not wanted.use_distributed_optimizer:
+        # weights are one list, norms and biases are another
+        mixed = getattr(saved, "add_bias_linear", False) or _groups(saved) != _groups(wanted)
+        return _is_legacy(saved) and mixed
+    if _is_legacy(saved):
+        return True
+    if hasattr(saved, "dist_ckpt_optim_fully_reshardable"):
+        return not saved.dist_ckpt_optim_fully_reshardable
+    # before that flag, states saved so had the names of their parameters
+    return not getattr(saved, "ckpt_fully_parallel_save", False)
+
+
+def _groups(args: Any) -> bool:
+    """Whether experts are one module; those of the local spec never are."""
+    has_te = getattr(args, "transformer_impl", None) == "transformer_engine"
+    return bool(
+        has_te and getattr(args, "num_experts", None) and getattr(args, "moe_grouped_gemm", False)
+    )
+
+
+def _order(args: Any) -> str | None:
+    """The flags that decide it; None if they are not known."""
+    spec = getattr(args, "transformer_impl", None)
+    if spec is None:
+        return None
+    return f"--transformer-impl {spec}" + " --moe-grouped-gemm" * _groups(args)
 
 
 FEATURE = Feature(
@@ -130,6 +246,18 @@ FEATURE = Feature(
             replacement="accel.patches.spec_checkpoints:load_either",
             how="wrap",
             why="Upstream asks for names that the other layer spec does not write.",
+        ),
+        Patch(
+            target="megatron.core.transformer.module:MegatronModule.load_state_dict",
+            replacement="accel.patches.spec_checkpoints:load_either_name",
+            how="wrap",
+            why="Upstream leaves weights that have another name in the other spec alone, and trains on.",
+        ),
+        Patch(
+            target="megatron.training.checkpointing:_load_base_checkpoint",
+            replacement="accel.patches.spec_checkpoints:noting_releases",
+            how="wrap",
+            why="It finds out whether a checkpoint is a release, whose optimizer upstream does not load.",
         ),
         Patch(
             target="megatron.training.checkpointing:check_checkpoint_args",

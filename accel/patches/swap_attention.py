@@ -226,6 +226,7 @@ BLOCK_FORWARD = tuple(
     for block in (_BLOCK, *HYBRID_STACKS)
 )
 
+
 def refuses_graphs(context: Context) -> str | None:
     """A graph has the copies of its capture, and cannot wait for what comes and goes outside of it."""
     impl = getattr(context.args, "cuda_graph_impl", None) or "none"

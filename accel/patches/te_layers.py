@@ -10,7 +10,9 @@ are upstream's in every version, and ``import transformer_engine`` still fails f
 Weights and their keys are those of Transformer Engine: the norm before a linear layer is
 ``layer_norm_weight`` of that layer, and every layer has an ``_extra_state``, which is empty, may be missing
 in what is loaded, and must not hold FP8 scales. The first weights of a dense model are those of the local
-spec with the same seed; checkpoints of either spec load in the other (``spec_checkpoints``).
+spec with the same seed, unless ``--softmax-type learnable`` draws for each layer, as Transformer Engine does;
+weights of either spec load in the other, and so do states of optimizers but those that lie in the order of
+the parameters (``spec_checkpoints``).
 
 What Megatron asks the version of Transformer Engine for, and what it is told, module by module: 2.9 where
 accel's layers serve what the gate guards (grouped linear layers 1.9, q/k norms 1.9, padding masks and context
@@ -23,8 +25,8 @@ experts (2.14) and the dense MLP as a group of one (2.14), which computes in FP8
 Context parallelism, for which stock needs Transformer Engine, is ``context_parallel``'s, which see.
 The softmax with an offset and the largest logit take a path that stores queries x keys, and a line says so.
 
-FP8, FP4 and userbuffers are not there yet: asking for one is an error that says so. The feature is idle under
-``--transformer-impl local``.
+FP8, FP4 and userbuffers are not there yet: asking for one, on the command line or in the config of a layer,
+is an error that says so. The feature is idle under ``--transformer-impl local``.
 """
 
 from __future__ import annotations
@@ -57,6 +59,9 @@ EXTENSION = "megatron.core.extensions.transformer_engine"
 _UTILS = "megatron.core.utils"
 _CORE = "megatron.core"
 EXPERTS = f"{_CORE}.transformer.moe.experts"
+MODELOPT = f"{_CORE}.post_training.modelopt.layers"
+_ABSORBED_MLA = f"{_CORE}.transformer.experimental_attention_variant.absorbed_mla"
+_MLA = f"{_CORE}.transformer.multi_latent_attention"
 
 VERSIONS = {
     EXTENSION: "2.9.0",
@@ -67,7 +72,9 @@ VERSIONS = {
     "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": "2.9.0",
     "megatron.core.models.mimo.partition.utils": "2.9.0",
     "megatron.core.models.multimodal.llava_model": "2.9.0",
+    "megatron.core.datasets.t5_dataset": "2.9.0",
     EXPERTS: "2.14.0",
+    "megatron.core.transformer.attention": "2.2.0",  # its gates behind that are FP8's and FP4's
     "megatron.core.transformer.transformer_config": "2.9.0",
     "megatron.training.arguments": "2.9.0",
 }
@@ -91,6 +98,7 @@ CLASSES = (
     "TENorm",
     "TERowParallelGroupedLinear",
     "TERowParallelLinear",
+    "_get_extra_te_kwargs",
     "set_save_original_input",
     "split_te_layernorm_column_parallel_linear",
     "te_checkpoint",
@@ -134,15 +142,16 @@ GUARDED = {
         "TERowParallelLinear",
     ),
     f"{_CORE}.models.multimodal.llava_model": ("TEDotProductAttention",),
+    MODELOPT: ("_get_extra_te_kwargs",),
     f"{_CORE}.transformer.attention": ("TELinear", "TENorm", "set_save_original_input"),
-    f"{_CORE}.transformer.experimental_attention_variant.absorbed_mla": (
+    _ABSORBED_MLA: (
         "TEColumnParallelLinear",
         "TELinear",
         "set_save_original_input",
     ),
     f"{_CORE}.transformer.moe.moe_layer": ("TELinear", "te_checkpoint"),
     f"{_CORE}.transformer.moe.shared_experts": ("TELinear", "set_save_original_input"),
-    f"{_CORE}.transformer.multi_latent_attention": (
+    _MLA: (
         "TEColumnParallelLinear",
         "TELayerNormColumnParallelLinear",
         "TELinear",
@@ -183,6 +192,11 @@ MOCKS_BY_VALUE = (
 )
 """Modules that hold the mocks by value since they were imported, each behind those it takes from."""
 
+_QUANTIZED = ("fp8", "fp4")
+_UNQUANTIZED = (
+    "FP8 and FP4 need Transformer Engine; accel's layers compute in fp32, bf16 and fp16 so far"
+)
+
 UNGUARDED = (f"{EXTENSION}_spec_provider", f"{_CORE}.models.backends")
 """Those that copied ``None`` from the extension and have no ``HAVE_TE`` of their own."""
 
@@ -204,8 +218,24 @@ def execute(name: str) -> types.ModuleType:
         __builtins__={**vars(builtins), "__import__": import_with_layers},
     )
     exec(code, vars(module))
+    if name == EXTENSION:
+        arguments = "_get_extra_te_kwargs"
+        vars(module)[arguments] = without_fp8(vars(module)[arguments])
     sys.modules[f"{name} (accel)"] = module
     return module
+
+
+def without_fp8(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """What every layer with weights asks for the arguments that follow from its config."""
+
+    @functools.wraps(original)
+    def extra_te_kwargs(config: Any) -> dict[str, Any]:
+        for name in _QUANTIZED:
+            if getattr(config, name, None):
+                raise ValueError(f"{name}={getattr(config, name)!r}: {_UNQUANTIZED}")
+        return original(config)
+
+    return extra_te_kwargs
 
 
 @functools.cache
@@ -333,6 +363,37 @@ def with_te_norm(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
+def by_hidden_size(norm: Callable[..., Any]) -> Callable[..., Any]:
+    def make(hidden_size: int, **options: Any) -> Any:
+        return norm(hidden_size, **options)
+
+    return make
+
+
+modelopt_te = types.SimpleNamespace(
+    pytorch=types.SimpleNamespace(
+        LayerNorm=by_hidden_size(stand_in.LayerNorm), RMSNorm=by_hidden_size(stand_in.RMSNorm)
+    )
+)
+"""Transformer Engine's norms as ModelOpt's `Norm` calls them."""
+
+
+def switch_on() -> Callable[[], None]:
+    """What no patch does, since an undo would take late copies of ModelOpt's `Linear` with it."""
+    undo = make_again()
+    modelopt = importlib.import_module(MODELOPT)
+    mla = [importlib.import_module(name) for name in (_MLA, _ABSORBED_MLA)]
+    for module in mla:
+        vars(module)["Linear"] = modelopt.Linear
+
+    def off() -> None:
+        for module in mla:
+            vars(module)["Linear"] = None
+        undo()
+
+    return off
+
+
 def make_again() -> Callable[[], None]:
     """Specs of hybrid models and lists of types are made when their module is imported, and hold the mocks by
     value: they are made once more, specs also for the modules that have copied them. Returns what brings the
@@ -384,12 +445,9 @@ def prepare(context: Context) -> list[str]:
     args = context.args
     if te_installed() or getattr(args, "transformer_impl", None) != "transformer_engine":
         return []
-    for name in ("fp8", "fp4"):
+    for name in _QUANTIZED:
         if getattr(args, name, None):
-            raise ValueError(
-                f"--{name}-format {getattr(args, name)}: FP8 and FP4 need Transformer Engine; accel's "
-                "layers compute in fp32, bf16 and fp16 so far"
-            )
+            raise ValueError(f"--{name}-format {getattr(args, name)}: {_UNQUANTIZED}")
     if getattr(args, "reset_attention_mask", False):
         return [
             "--reset-attention-mask does nothing with --transformer-impl transformer_engine: causal "
@@ -442,7 +500,7 @@ FEATURE = Feature(
     idle=_idle,
     prepare=prepare,
     around_validation=told_while_validating,
-    switch_on=make_again,
+    switch_on=switch_on,
     patches=(
         *(_class(EXTENSION, name) for name in CLASSES),
         *(_class(module, name) for module, names in GUARDED.items() for name in names),
@@ -474,6 +532,11 @@ FEATURE = Feature(
                 optional=True,
             )
             for module, flag in _FLAGS
+        ),
+        Patch(
+            target=f"{MODELOPT}:te",
+            replacement="accel.patches.te_layers:modelopt_te",
+            why="Its norms are those of the package.",
         ),
         Patch(
             target=f"{EXPERTS}:te",

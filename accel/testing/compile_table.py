@@ -30,8 +30,8 @@ from torch import Tensor
 __all__ = ["Compiled", "compile_cuda", "compile_triton", "cuda_sources", "nvcc"]
 
 ARCHITECTURES = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
-CUDA_ARCHITECTURES = ("sm_80", "sm_90a", "sm_100")
-SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_90a": 227 << 10, "sm_100": 227 << 10}
+CUDA_ARCHITECTURES = tuple(ARCHITECTURES)  # those that setup.py builds for
+SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 """Bytes of shared memory that a block may have (CUDA C++ programming guide, compute capabilities)."""
 CUDA_FOLDER = Path(__file__).parents[2] / "csrc" / "cuda"
 POINTER_TYPES = {

@@ -1,7 +1,7 @@
 """Part memory: what the memory features save and cost, on a GPT of four layers of Llama 3 8B.
 
 The same training as part training, with a vocabulary of 32,000 as on the CPU (`bench activation_memory`)
-and 16 micro-batches a step, a side after the other:
+and 16 sequences a step, as many a micro-batch as stock has room for, a side after the other:
 
     stock            Megatron-LM's own
     accel fast       what the sides below are compared with
@@ -36,6 +36,7 @@ from benchmarks.gpu.training import (
     SIDES,
     TOY,
     Llama,
+    fits,
     fitting,
     train,
 )
@@ -60,10 +61,24 @@ HALVED_TARGET = 0.5
 """The peak of `HALVED` over stock's."""
 BYTES_ON_HOST, BYTES_OF_HALVED = 12, 16
 """Of a parameter: master and moments; bf16 weight, remainder, fp32 gradient and moments."""
-MICRO_BATCHES = 16
+SEQUENCES = 16
+"""Of a step."""
 VOCABULARY = 31999
 """Without the tokenizer's own."""
 GIB = 1 << 30
+
+
+def fitting_micro_batch(device_bytes: int) -> Llama:
+    """As many sequences a micro-batch as stock has room for: it is activations that are to be saved."""
+    layers = min(4, fitting(device_bytes).num_layers)
+    for size in (4, 2, 1):
+        name = f"Llama 3 8B, {layers} layers, vocabulary {VOCABULARY + 1}, micro-batches of {size}"
+        shape = replace(
+            LLAMA, num_layers=layers, vocab_size=VOCABULARY, micro_batch_size=size, name=name
+        )
+        if fits(shape, device_bytes):
+            break
+    return shape
 
 
 def budget_of(shape: Llama, stock_peak: int) -> float:
@@ -100,11 +115,8 @@ def main() -> int:
     setting = Setting.from_argv()
     shape = TOY
     if not setting.rehearse:
-        total = torch.cuda.get_device_properties(0).total_memory
-        layers = min(4, fitting(total).num_layers)
-        name = f"Llama 3 8B, {layers} layers, a vocabulary of {VOCABULARY + 1}"
-        shape = replace(LLAMA, num_layers=layers, vocab_size=VOCABULARY, name=name)
-    shape = replace(shape, micro_batches=MICRO_BATCHES)
+        shape = fitting_micro_batch(torch.cuda.get_device_properties(0).total_memory)
+    shape = replace(shape, micro_batches=SEQUENCES // shape.micro_batch_size)
     os.environ.setdefault(VARIABLE, "triton")
     link = min(measure_copies(torch.device(setting.device)))
     file = setting.folder / "memory.json"

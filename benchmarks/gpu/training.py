@@ -56,8 +56,13 @@ class Llama(Shape):
 
     def megatron_flags(self) -> list[str]:
         flags = super().megatron_flags()
-        flags[flags.index("--global-batch-size") + 1] = str(self.micro_batches)
+        flags[flags.index("--global-batch-size") + 1] = str(self.sequences)
         return flags
+
+    @property
+    def sequences(self) -> int:
+        """Of a step."""
+        return self.micro_batches * self.micro_batch_size
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -73,7 +78,7 @@ class Llama(Shape):
         multiplied, _ = self.parameters
         s, h = self.seq_length, self.hidden_size
         sequence = 6 * multiplied * s + 6 * self.num_layers * s * s * h
-        return float(self.micro_batches * sequence)
+        return float(self.sequences * sequence)
 
 
 LLAMA = Llama(
@@ -102,13 +107,19 @@ TOY = Llama(
 )
 
 
+def fits(shape: Llama, device_bytes: int) -> bool:
+    """Whether stock has room for it."""
+    logits = LOGIT_COPIES * 4 * shape.seq_length * shape.vocab_size
+    of_a_sequence = logits + shape.num_layers * ACTIVATION_BYTES_PER_LAYER
+    need = BYTES_PER_PARAMETER * sum(shape.parameters) + shape.micro_batch_size * of_a_sequence
+    return need < 0.9 * device_bytes
+
+
 def fitting(device_bytes: int) -> Llama:
     """As many layers of LLAMA as stock has room for, 1 to 8: more would not change the ratio."""
     for num_layers in range(8, 0, -1):
         shape = replace(LLAMA, name=f"Llama 3 8B, {num_layers} layers", num_layers=num_layers)
-        logits = LOGIT_COPIES * 4 * shape.seq_length * shape.vocab_size
-        need = BYTES_PER_PARAMETER * sum(shape.parameters) + logits
-        if need + num_layers * ACTIVATION_BYTES_PER_LAYER < 0.9 * device_bytes:
+        if fits(shape, device_bytes):
             return shape
     raise ValueError(f"not one layer of {LLAMA.name} fits into {device_bytes / 2**30:.0f} GiB")
 
@@ -158,7 +169,7 @@ def train_sides(
         if "ms" in made:
             rate = own.flops_per_step / (made["ms"] * 1e-3)
             made["micro_batches"] = own.micro_batches
-            made["tokens_per_s"] = own.micro_batches * own.seq_length / (made["ms"] * 1e-3)
+            made["tokens_per_s"] = own.sequences * own.seq_length / (made["ms"] * 1e-3)
             made["flops_per_s"] = rate
             made["mfu"] = rate / peak if peak else None
         print(side, {k: v for k, v in made.items() if k != "features"}, flush=True)

@@ -45,6 +45,8 @@ class Work:
     """`OURS`, `EAGER` and peers -> the function, or in words why it is not there."""
     leaves: Sequence[int] = (0,)
     """Which arguments get gradients."""
+    outputs: int = 1
+    """How many results are compared and, in a backward, have a gradient."""
     num_bytes: int = 0
     num_flops: int = 0
     sustained: bool = False
@@ -55,6 +57,8 @@ class Work:
     """Machine -> microseconds."""
     target_over: Mapping[str, float] = field(default_factory=dict)
     """Peer -> how many times as fast as it."""
+    host_target_us: float | None = None
+    """Microseconds that the CPU is busy."""
     reference: Callable[..., Any] | None = None
     """For the check, in place of eager on fp32 inputs."""
     compiled: bool = True
@@ -70,8 +74,9 @@ def can_compile(work: Work, device: str) -> bool:
     return work.compiled and callable(work.sides.get(EAGER)) and device != "cpu"
 
 
-def _first(result: Any) -> Tensor:
-    return result[0] if isinstance(result, list | tuple) else result
+def _results(work: Work, result: Any) -> list[Tensor]:
+    """Those that are compared and differentiated."""
+    return list(result[: work.outputs]) if isinstance(result, list | tuple) else [result]
 
 
 def _wide(arguments: tuple) -> tuple:
@@ -97,16 +102,16 @@ def _with_leaves(work: Work, arguments: tuple) -> tuple:
 
 
 def _outputs(work: Work, function: Callable[..., Any], arguments: tuple) -> list[Tensor]:
-    """What the check compares: the result, and the gradients of the leaves."""
+    """What the check compares: the results, and the gradients of the leaves."""
     arguments = _with_leaves(work, _clone(arguments))
-    result = _first(function(*arguments))
+    results = _results(work, function(*arguments))
     if work.mode == "forward":
-        return [result]
-    generator = torch.Generator(result.device).manual_seed(5)
-    dy = torch.randn(result.shape, generator=generator, device=result.device).to(result.dtype)
+        return results
+    generator = torch.Generator(results[0].device).manual_seed(5)
+    dys = [torch.randn(r.shape, generator=generator, device=r.device).to(r.dtype) for r in results]
     leaves = [arguments[i] for i in work.leaves]
-    kept = result.detach().clone()
-    return [kept, *torch.autograd.grad(result, leaves, dy)]
+    kept = [result.detach().clone() for result in results]
+    return [*kept, *torch.autograd.grad(results, leaves, dys)]
 
 
 def _errors(outputs: list[Tensor], exact: list[Tensor]) -> list[float]:
@@ -157,20 +162,20 @@ def _call(work: Work, function: Callable[..., Any], arguments: tuple) -> tuple[C
     arguments = _with_leaves(work, arguments)
     leaves = [arguments[i] for i in work.leaves]
     if work.mode == "backward":
-        result = _first(function(*arguments))
-        dy = torch.randn_like(result)
+        results = _results(work, function(*arguments))
+        dys = [torch.randn_like(result) for result in results]
 
-        def backward(result: Tensor, dy: Tensor, leaves: list[Tensor]) -> Any:
-            return torch.autograd.grad(result, leaves, dy, retain_graph=True)
+        def backward(results: list[Tensor], dys: list[Tensor], leaves: list[Tensor]) -> Any:
+            return torch.autograd.grad(results, leaves, dys, retain_graph=True)
 
-        return backward, (result, dy, leaves)
+        return backward, (results, dys, leaves)
     with torch.no_grad():
-        dy = torch.randn_like(_first(function(*arguments)))
+        dys = [torch.randn_like(result) for result in _results(work, function(*arguments))]
 
-    def both(arguments: tuple, dy: Tensor, leaves: list[Tensor]) -> Any:
-        return torch.autograd.grad(_first(function(*arguments)), leaves, dy)
+    def both(arguments: tuple, dys: list[Tensor], leaves: list[Tensor]) -> Any:
+        return torch.autograd.grad(_results(work, function(*arguments)), leaves, dys)
 
-    return both, (arguments, dy, leaves)
+    return both, (arguments, dys, leaves)
 
 
 def _num_sets(work: Work, device: str, arguments: tuple) -> int:
@@ -237,6 +242,7 @@ def as_row(
         "shape": work.shape,
         "limit_us": limit,
         "target_us": min(targets) if targets else None,
+        "host_target_us": work.host_target_us,
         "sides": {
             side: (
                 {"us": t.best, "eager_us": t.eager, "host_us": t.host, "spread_us": t.spread,

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from . import training
 from .test_resume import numbers
-from .training import KINDS, train
+from .training import KINDS, shared_folder, train
 
 __all__ = ["FreshStore", "check_checkpoints", "check_training"]
 
@@ -59,13 +57,10 @@ def check_checkpoints(
 ) -> None:
     """What one side saved in the layout `first`, both go on from in the layout `then`, as the uninterrupted
     run does."""
-    root = Path(os.environ.get("ACCEL_TEST_REFERENCE", tempfile.gettempdir()))
     found = {}
     sides = {"ours": ours, "stock": stock}
     for saved_by, flags in sides.items():
-        folder = (
-            root / f"{case}-{ours[0].strip('-')}-{saved_by}-{os.environ['TORCHELASTIC_RUN_ID']}"
-        )
+        folder = shared_folder(f"{case}-{ours[0].strip('-')}-{saved_by}")
         save = ["--save", str(folder), "--save-interval", str(SAVED_AT)]
         found[saved_by, "whole"] = _run(fresh_store, first, *flags, *save)[SAVED_AT:]
         (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from accel.testing.distributed import under_torchrun
 
 from .against_stock import FreshStore, check_training
 from .test_resume import numbers
-from .training import KINDS, train
+from .training import KINDS, shared_folder, train
 
 OURS = "--accel-expert-migration 1 --accel-expert-migration-threshold 0".split()
 LOCAL = "--transformer-impl local"
@@ -84,8 +82,7 @@ def test_trains_as_stock_on_four(layout: str, fresh_store: FreshStore) -> None:
 @pytest.mark.parametrize("sharded", ["", SHARDED], ids=["plain", "sharded"])
 @pytest.mark.distributed(world_size=2)
 def test_stock_goes_on_from_its_checkpoint(sharded: str, fresh_store: FreshStore) -> None:
-    root = Path(os.environ.get("ACCEL_TEST_REFERENCE", tempfile.gettempdir()))
-    folder = root / f"migrated-{bool(sharded)}-{os.environ['TORCHELASTIC_RUN_ID']}"
+    folder = shared_folder(f"migrated-{bool(sharded)}")
     flags = [*KINDS["moe"], *EP2.split(), *LOCAL.split(), *sharded.split(), "--train-iters", "5"]
     fresh_store()
     whole = numbers(train([*flags, *OURS, "--save", str(folder), "--save-interval", "2"]))

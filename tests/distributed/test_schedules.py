@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +19,7 @@ from accel.patches import _pipeline
 from . import training
 from .against_stock import FreshStore, check_training
 from .test_host_optimizer import SHARDED
-from .training import reference, train
+from .training import reference, shared_folder, train
 
 PP2 = "--pipeline-model-parallel-size 2"
 VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
@@ -131,7 +129,7 @@ def test_weights_and_moments_are_stocks(
     sides = {}
     for name, more in (("ours", ours), ("stock", [])):
         fresh_store()
-        folder = _folder(f"schedule-{len(flags)}-{precision.strip('-')}-{name}")
+        folder = shared_folder(f"schedule-{len(flags)}-{precision.strip('-')}-{name}")
         save = ["--save", str(folder), "--save-interval", "3", "--ckpt-format", "torch"]
         train([*flags.split(), precision, "--train-iters", "3", *save, *more])
         rank = int(os.environ["RANK"])
@@ -172,7 +170,7 @@ def test_a_v_of_four_ranks_trains_as_1f1b(
     name: str, fresh_store: FreshStore, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight layers, from a checkpoint that 1F1B wrote."""
-    folder = _folder(f"schedule-v4-{name}")
+    folder = shared_folder(f"schedule-v4-{name}")
     shape = ["--num-layers", "8", "--clip-grad", "0", "--bf16", "--micro-batch-size", "1"]
     pp4 = ["--pipeline-model-parallel-size", "4"]
     fresh_store()
@@ -195,7 +193,7 @@ def test_a_schedule_of_a_file_trains_as_stock(fresh_store: FreshStore, ran: list
     forwards = tuple(action for action in first if action.kind is Kind.FORWARD)
     backwards = tuple(action for action in first if action.kind is not Kind.FORWARD)
     edited = replace(made, ranks=((*forwards, *backwards), *others))
-    path = _folder(f"edited-{os.environ['RANK']}").with_suffix(".json")
+    path = shared_folder(f"edited-{os.environ['RANK']}").with_suffix(".json")
     path.write_text(json.dumps(edited.to_dict()))
     check_training("tied", PP2, ["--accel-schedule", str(path)], [], fresh_store)
     assert len(ran) >= 2
@@ -222,11 +220,6 @@ def test_sequences_of_any_length(
 
 def _validation(output: str) -> list[str]:
     return [line.split("|")[1] for line in output.splitlines() if "validation loss at" in line]
-
-
-def _folder(name: str) -> Path:
-    root = Path(os.environ.get("ACCEL_TEST_REFERENCE", tempfile.gettempdir()))
-    return root / f"{name}-{os.environ['TORCHELASTIC_RUN_ID']}"
 
 
 def _tensors(value: Any, name: str = "") -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ LOCAL = ["--transformer-impl", "local"]
 TE = ["--transformer-impl", "transformer_engine"]
 LAYOUTS = {
     "one_rank_bf16": (1, ["--bf16"]),
+    "one_rank_bf16_files_of_ranks": (1, ["--bf16", "--ckpt-format", "torch"]),
     "tp2_sp_distributed_optimizer": (
         2,
         (
@@ -41,7 +42,7 @@ def test_each_spec_goes_on_from_the_others_checkpoint(
 ) -> None:
     ranks, flags = LAYOUTS[layout]
     one, other = (LOCAL, TE) if first == "local" else (TE, LOCAL)
-    flags = [*flags, "--ckpt-format", "torch_dist"]
+    flags = ["--ckpt-format", "torch_dist", *flags]
     check_resumption(ranks, flags, tmp_path, first=one, then=other)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import sys
-import tempfile
 import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -24,7 +22,7 @@ from accel.patching import AUDIENCE
 from accel.session import SESSION
 from accel.testing.distributed import under_torchrun
 
-from .training import MODEL, _forget_megatron
+from .training import MODEL, _forget_megatron, shared_folder
 
 if under_torchrun():  # a rank, and not the process that collects all tests
     SESSION.attach()
@@ -195,7 +193,7 @@ def test_uneven_ends_that_are_alike(fresh_store: FreshStore) -> None:
 
 @pytest.mark.distributed(world_size=2)
 def test_a_v_gives_the_loss_of_one_rank_from_its_checkpoint(fresh_store: FreshStore) -> None:
-    folder = shared_folder("loss")
+    folder = shared_folder("v-loss")
     with megatron(V, fresh_store, v=True):
         chunks = build(ddp=True)
         weights = whole(chunks)
@@ -229,7 +227,7 @@ def test_a_v_gives_the_loss_of_one_rank_from_its_checkpoint(fresh_store: FreshSt
 def test_checkpoints_go_from_any_placement_to_any_other(
     optimizer: bool, fresh_store: FreshStore
 ) -> None:
-    there, back = shared_folder(f"there-{optimizer}"), shared_folder(f"back-{optimizer}")
+    there, back = shared_folder(f"v-there-{optimizer}"), shared_folder(f"v-back-{optimizer}")
     flags = (
         "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --ckpt-format torch_dist"
     )
@@ -259,7 +257,7 @@ def test_checkpoints_go_from_any_placement_to_any_other(
 
 @pytest.mark.distributed(world_size=2)
 def test_files_of_ranks_are_not_read(fresh_store: FreshStore) -> None:
-    folder = shared_folder("files-of-ranks")
+    folder = shared_folder("v-files-of-ranks")
     with megatron(f"{V} --ckpt-format torch", fresh_store):
         save(folder, build(ddp=True))
     with megatron(V, fresh_store, v=True):
@@ -308,6 +306,7 @@ def test_what_a_v_refuses() -> None:
         "defer_embedding_wgrad_compute=1": "--defer-embedding-wgrad-compute is",
         "decoder_first_pipeline_num_layers=2": "give --pipeline-model-parallel-layout",
         "ckpt_format=torch": "give --ckpt-format torch_dist",
+        "ckpt_convert_format=torch": "give --ckpt-convert-format torch_dist",
         "is_hybrid_model=1": "leave out --hybrid-layer-pattern",
     }.items():
         name, value = wish.split("=")
@@ -338,12 +337,6 @@ def test_chunks_are_counted_before_megatron_validates(given: dict[str, Any]) -> 
     args = {"pipeline_model_parallel_size": 2, "num_layers": 12, **none, **given}
     args["untie_embeddings_and_output_weights"] = True
     assert _v_placement.refusal(Namespace(**args)) is None
-
-
-def shared_folder(name: str) -> Path:
-    """One for all ranks of this launch."""
-    root = Path(os.environ.get("ACCEL_TEST_REFERENCE", tempfile.gettempdir()))
-    return root / f"v-{name}-{os.environ['TORCHELASTIC_RUN_ID']}"
 
 
 def step(chunk: Any, hidden: torch.Tensor | None) -> torch.Tensor:

@@ -10,7 +10,6 @@ import os
 import re
 import runpy
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +96,7 @@ def reference(kind: str) -> tuple[Path, list[float]]:
 
     Made once by whichever rank comes first; the others wait for the lock.
     """
-    root = Path(os.environ.get("ACCEL_TEST_REFERENCE", tempfile.gettempdir()))
-    folder = root / f"reference-{kind}-{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
-    if "ACCEL_TEST_REFERENCE" in os.environ:
-        folder = root / f"reference-{kind}"
+    folder = Path(os.environ["ACCEL_TEST_REFERENCE"]) / f"reference-{kind}"
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint, log = folder / "checkpoint", folder / "losses.log"
     with FileLock(folder / "lock", timeout=200):
@@ -111,6 +107,12 @@ def reference(kind: str) -> tuple[Path, list[float]]:
             )
             log.write_text(_alone([*flags, *from_checkpoint(checkpoint)]))
     return checkpoint, losses(log.read_text())
+
+
+def shared_folder(name: str) -> Path:
+    """One for all ranks of this launch, not made yet."""
+    run = os.environ["TORCHELASTIC_RUN_ID"]
+    return Path(os.environ["ACCEL_TEST_REFERENCE"]) / f"{name}-{run}"
 
 
 def from_checkpoint(checkpoint: Path) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -205,6 +207,37 @@ def test_a_softmax_with_an_offset_has_one_more_key_of_value_0(softmax_type: str)
     if softmax_type == "learnable":
         out.sum().backward()
         assert attend.softmax_offset.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_learnable_offset_is_drawn_in_the_ranks_own_stream(sequence_parallel: bool) -> None:
+    forks = 0
+
+    class Tracker:
+        @contextlib.contextmanager
+        def fork(self) -> Iterator[None]:
+            nonlocal forks
+            forks += 1
+            yield
+
+    torch.manual_seed(0)
+    options = {"get_rng_state_tracker": Tracker, "sequence_parallel": sequence_parallel}
+    offset = layer(softmax_type="learnable", **options).softmax_offset
+    torch.manual_seed(0)
+    assert torch.equal(offset, torch.empty(H).normal_(0, 0.023))
+    assert forks == 1
+
+
+@pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
+def test_an_offset_of_a_layer_that_was_made_without_memory(softmax_type: str) -> None:
+    with torch.device("meta"):
+        attend = layer(softmax_type=softmax_type)
+    attend.to_empty(device="cpu")
+    torch.manual_seed(0)
+    attend.reset_parameters()
+    torch.manual_seed(0)
+    expected = layer(softmax_type=softmax_type)
+    assert torch.equal(attend(*qkv(), None), expected(*qkv(), None))
 
 
 def test_the_largest_logit_of_each_head() -> None:

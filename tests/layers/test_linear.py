@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+from fractions import Fraction
 from unittest import mock
 
 import pytest
@@ -46,6 +48,24 @@ def test_extra_state_is_tolerated_and_never_required(make: type) -> None:
     state["_extra_state"] = torch.zeros(20, dtype=torch.uint8)
     with pytest.raises(ValueError, match="FP8 scales"):
         target.load_state_dict(state)
+
+
+def in_a_file(state: object) -> io.BytesIO:
+    """As Transformer Engine's versions before 2.0 kept the extra state."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file
+
+
+def test_an_extra_state_in_a_file_is_looked_at() -> None:
+    module = Linear(K, N)
+    state = module.state_dict()
+    for nothing in (None, in_a_file(None), in_a_file(torch.empty(0))):
+        module.load_state_dict({**state, "_extra_state": nothing})
+    scales = {"scale_fwd": torch.ones(3)}
+    for held in (in_a_file(scales), in_a_file(Fraction(1, 2)), scales):
+        with pytest.raises(ValueError, match="FP8 scales"):
+            module.load_state_dict({**state, "_extra_state": held})
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
@@ -153,6 +173,58 @@ def test_a_delayed_gradient_in_main_grad_shows_in_grad_for_the_hook() -> None:
         assert all(weight.grad is not None and weight.grad_added_to_main_grad for weight in weights)
         total = sum(weight.main_grad for weight in weights)
         torch.testing.assert_close(total, torch.ones(4, N).t() @ x)
+
+
+@pytest.mark.parametrize("where", ["grad", "main_grad", "later"])
+@pytest.mark.parametrize("kind", [Linear, GroupedLinear], ids=["Linear", "GroupedLinear"])
+def test_under_autocast_all_is_as_in_torchs_own_layer(kind: type, where: str) -> None:
+    """Products in bf16 of fp32 weights, in both directions; the backward outside of autocast, and within."""
+    counts = [[1, 3]] if kind is GroupedLinear else []
+    size = (2, K, N) if counts else (K, N)
+    layer = kind(
+        *size,
+        bias=not counts,
+        fuse_wgrad_accumulation=where == "main_grad",
+        delay_wgrad_compute=where == "later",
+    )
+    weights = [p for name, p in layer.named_parameters() if name.startswith("weight")]
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight)
+    copies = [w.detach().clone().requires_grad_() for w in weights]
+    bias = None if counts else torch.zeros(N, requires_grad=True)
+    x = torch.randn(4, K, requires_grad=True)
+    parts = counts[0] if counts else [4]
+    exact = [torch.zeros_like(w) for w in weights]
+    for within in (False, True):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x, *counts)
+            rows = zip(x.split(parts), copies, strict=True)
+            expected = torch.cat([torch.nn.functional.linear(r, w, bias) for r, w in rows])
+        dy = torch.randn(4, N).to(torch.bfloat16)
+        x.grad = None
+        with torch.autocast("cpu", torch.bfloat16, enabled=within):
+            y.backward(dy)
+        if where == "later":
+            layer.backward_dw()
+        dx, x.grad = x.grad, None
+        expected.backward(dy)
+        assert torch.equal(y, expected)
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(dx, x.grad)
+        rounded = x.detach().to(torch.bfloat16).float()
+        for dw, d, r in zip(exact, dy.float().split(parts), rounded.split(parts), strict=True):
+            dw += d.t() @ r
+    for weight, copy_, dw in zip(weights, copies, exact, strict=True):
+        if where == "main_grad":  # nothing is rounded to bf16 on the way
+            torch.testing.assert_close(weight.main_grad, dw)
+        else:
+            torch.testing.assert_close(weight.grad, copy_.grad)
+    if bias is not None:
+        torch.testing.assert_close(layer.bias.grad, bias.grad)
+
+
+def test_a_layer_without_memory_has_a_result_without_memory() -> None:
+    assert Linear(K, N, device="meta")(torch.empty(4, K, device="meta")).shape == (4, N)
 
 
 def test_reset_parameters_fills_what_was_made_without_memory() -> None:

@@ -126,3 +126,15 @@ def test_bad_input(change, message):
     tensors = dict(zip(names, problem(2, 21, torch.float32), strict=True))
     with pytest.raises(ValueError, match=message):
         split_conv1d_scan(**{**tensors, "groups": GROUPS, "columns": COLUMNS, **change})
+
+
+def test_autocast_changes_nothing():
+    """What is computed in fp32 stays so, in both directions."""
+    tensors = [t.requires_grad_() for t in problem(2, 21, torch.float32)]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = layer(*tensors, chunk_size=8)
+            grads = torch.autograd.grad([o.sum() for o in out], tensors)
+        results.append([*out, *grads])
+    assert all(map(torch.equal, *results))

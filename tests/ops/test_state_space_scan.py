@@ -235,3 +235,15 @@ def test_second_derivative_is_an_error():
     (dx,) = torch.autograd.grad(scan(*leaves)[0].sum(), leaves[0], create_graph=True)
     with pytest.raises(RuntimeError, match="state_space_scan_bwd has no derivative"):
         dx.sum().backward()
+
+
+def test_autocast_changes_nothing():
+    """What is computed in fp32 stays so, in both directions."""
+    tensors = [t.requires_grad_() for t in problem(2, 21, torch.float32)]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = scan(*tensors, chunk_size=8)
+            grads = torch.autograd.grad([o.sum() for o in out], tensors)
+        results.append([*out, *grads])
+    assert all(map(torch.equal, *results))

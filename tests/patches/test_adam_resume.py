@@ -82,6 +82,25 @@ def test_moments_without_a_step_count_are_refused() -> None:
             build(bf16=True)[1].load_state_dict(saved)
 
 
+@pytest.mark.parametrize("options", [{"bf16": True}, {}], ids=["bf16", "fp32"])
+def test_a_step_count_of_the_group_is_taken(options: dict) -> None:
+    """Where Apex's Adam and Transformer Engine's keep it."""
+    with one_rank():
+        model, optimizer = build(**options)
+        take_steps(model, optimizer, range(2))
+        saved = optimizer.state_dict()
+        inner = saved.get("optimizer") or saved
+        for state in inner["state"].values():
+            del state["step"]
+        for group in inner["param_groups"]:
+            group["step"] = 2
+        model, optimizer = build(**options)
+        optimizer.load_state_dict(saved)
+        (torchs,) = (o.optimizer for o in optimizer.chained_optimizers)
+    assert {float(state["step"]) for state in torchs.state.values()} == {2.0}
+    assert not any("step" in group for group in torchs.param_groups)
+
+
 def test_a_rank_without_parameters_counts_its_steps() -> None:
     """Upstream looks for the count among the states, and there are none."""
 

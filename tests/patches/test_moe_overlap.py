@@ -135,6 +135,42 @@ def test_ranks_of_the_attention_hold_whole_experts() -> None:
     assert line.endswith("--expert-tensor-parallel-size 1 --expert-model-parallel-size 4")
 
 
+def test_ranks_are_multiplied_once() -> None:
+    asked = context(accel_moe_tp_extend_ep=True, tensor_model_parallel_size=2)
+    moe_tp_extend_ep.prepare(asked)
+    assert moe_tp_extend_ep.prepare(asked) == []
+    assert asked.args.expert_model_parallel_size == 4
+    assert asked.args.expert_model_parallel_size_given == 2
+
+
+@pytest.mark.parametrize("asked_there", [True, False])
+def test_ranks_from_a_checkpoint_are_multiplied_already(
+    asked_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.training import checkpointing
+
+    there = context(accel_moe_tp_extend_ep=asked_there, tensor_model_parallel_size=2)
+    moe_tp_extend_ep.prepare(there)
+
+    def load_args_from_checkpoint(args: Any, load_arg: str) -> Any:
+        return (args, there.args) if load_arg == "pretrained_checkpoint" else args
+
+    monkeypatch.setattr(checkpointing, "load_args_from_checkpoint", load_args_from_checkpoint)
+    restored = {"use_checkpoint_args": True, "use_mp_args_from_checkpoint_args": True}
+    size = there.args.expert_model_parallel_size
+    here = context(
+        accel_moe_tp_extend_ep=True,
+        tensor_model_parallel_size=2,
+        expert_model_parallel_size=size,
+        **restored,
+    )
+    moe_tp_extend_ep.prepare(here)
+    assert size == (4 if asked_there else 2)
+    assert here.args.expert_model_parallel_size == 4
+    assert here.args.expert_tensor_parallel_size == 1
+    assert here.args.expert_model_parallel_size_given == 2
+
+
 def test_ranks_of_the_attention_stay_as_they_are_unless_asked() -> None:
     asked = context(tensor_model_parallel_size=2)
     assert moe_tp_extend_ep.prepare(asked) == []

@@ -315,6 +315,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"rl_offload_optimizer_during_inference": True},
         "--rl-offload-optimizer-during-inference: it takes",
     ),
+    ({"load_main_params_from_ckpt": True}, "--load-main-params-from-ckpt: the masters are read"),
 ]
 """What no optimizer serves whose inner one keeps the masters."""
 
@@ -330,6 +331,15 @@ def test_what_cannot_share_is_refused_by_name(changed: dict[str, Any], text: str
     assert text in choice.reason
     (choice,) = choose(features, "max", {}, Context("cpu", "0.19.2", SimpleNamespace(**ARGS)))
     assert choice.state == "active"
+
+
+def test_main_params_of_a_checkpoint_are_an_error() -> None:
+    """In a program that has no arguments for the feature to look at."""
+    with one_rank(fused_adamw=True, shared_weights=True):
+        model, _, inner = built(distributed=True)
+        with pytest.raises(ValueError, match="--load-main-params-from-ckpt: this optimizer"):
+            inner.reload_model_params({"model": model.state_dict()})
+        inner.reload_model_params()
 
 
 def test_an_fp32_optimizer_stays_as_it_is_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

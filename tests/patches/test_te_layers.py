@@ -16,6 +16,7 @@ import torch
 
 import accel
 from accel.feature import Context
+from accel.layers import stand_in
 from accel.patches import te_layers
 from accel.patches.spec_checkpoints import as_saved, other_order, refuse_other_order
 from accel.patches.te_layers import VERSIONS
@@ -45,6 +46,9 @@ def test_each_gate_is_told_what_the_layers_can_do(enabled: None) -> None:
         assert asked_by(module, version)
         if module != te_layers.EXPERTS:  # the operations of 2.14
             assert not asked_by(module, "2.10.0"), "split attention is refused"
+    attention = "megatron.core.transformer.attention"
+    assert asked_by(attention, "2.2.0"), "a causal mask in training with an inference context stays"
+    assert not asked_by(attention, "2.6.0dev0"), "FP8"
     for module in ("megatron.core.fp8_utils", "megatron.core.optimizer"):
         assert not asked_by(module, "1.0.0")
 
@@ -83,6 +87,58 @@ def test_experts_in_fp8_are_one_line(options: dict[str, int], enabled: None) -> 
     for name in ("Fp8Padding", "Fp8Unpadding"):
         with pytest.raises(NotImplementedError, match="FP8 and FP4 need Transformer Engine"):
             getattr(experts, name)(4, **options)
+
+
+@pytest.mark.parametrize("asked", [{"fp8": "hybrid"}, {"fp4": "e2m1", "fp4_recipe": "nvfp4"}])
+def test_layers_refuse_fp8_and_fp4_of_their_config(asked: dict[str, str], enabled: None) -> None:
+    """A model that is built without a command line."""
+    from megatron.core.extensions.transformer_engine import TELinear, TENorm
+
+    config = config_of(**asked)
+    options = dict.fromkeys(("bias", "skip_bias_add", "skip_weight_param_allocation"), False)
+    with pytest.raises(ValueError, match="FP8 and FP4 need Transformer Engine"):
+        TELinear(8, 8, parallel_mode=None, config=config, init_method=None, **options)
+    with pytest.raises(ValueError, match=f"{next(iter(asked))}=.*: FP8 and FP4 need"):
+        TENorm(config, 8)
+
+
+def config_of(**options: object) -> object:
+    from megatron.core.transformer import TransformerConfig
+
+    shape = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    return TransformerConfig(**shape, use_cpu_initialization=True, **options)
+
+
+def test_masks_of_t5_are_rows_of_keys(enabled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With attention that Megatron's own arguments ask for; an assertion of 1.7 stops it otherwise."""
+    from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
+
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
+    tokens, mask = torch.zeros(2, 5, dtype=torch.long), torch.ones(2, 5)
+    config_attention_mask = T5MaskedWordPieceDataset.config_attention_mask
+    encoder, decoder, cross = config_attention_mask(tokens, tokens, mask, mask)
+    assert decoder is None
+    assert [m.shape for m in (encoder, *cross)] == [(2, 1, 1, 5)] * 3
+
+
+def test_modelopts_norm_is_ours_and_disable_takes_it_back() -> None:
+    accel.enable(preset="off", device="cpu")
+    try:
+        layers = importlib.import_module(te_layers.MODELOPT)
+        specs = importlib.import_module("megatron.core.post_training.modelopt.gpt.model_specs")
+        mla = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+        for kind in (stand_in.LayerNorm, stand_in.RMSNorm):
+            norm = layers.Norm(config_of(normalization=kind.__name__), hidden_size=8)
+            assert type(norm) is kind
+            assert "_extra_state" not in norm.state_dict()
+            norm.load_state_dict(norm.state_dict())
+        assert mla.Linear is layers.Linear
+    finally:
+        accel.disable()
+    assert mla.Linear is layers._get_extra_te_kwargs is layers.te is None
+    assert isinstance(layers.Linear, type)
+    assert specs.Norm is layers.Norm
+    assert layers.HAVE_TE is False
 
 
 def test_the_tokens_of_a_pack_that_a_rank_holds(enabled: None) -> None:

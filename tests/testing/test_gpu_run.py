@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,15 @@ import torch
 from accel.parallel import overlapped_linear
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import memory, overlap
-from benchmarks.gpu.ops import optimizers
-from benchmarks.gpu.report import memory_table, overlap_table, training_table, with_side
+from benchmarks.gpu.ops import norms, optimizers, small
+from benchmarks.gpu.report import (
+    memory_table,
+    ops_table,
+    overlap_table,
+    training_table,
+    verdict,
+    with_side,
+)
 from benchmarks.gpu.setting import PEAKS, Setting, short_name
 from benchmarks.gpu.sides import ScriptError, run_script
 from benchmarks.gpu.tests import OUTCOMES
@@ -126,6 +134,19 @@ def test_as_many_layers_as_fit():
     with pytest.raises(ValueError, match="not one layer"):
         fitting(8 << 30)
     assert set(PEAKS) >= {"h100", "h200"}
+
+
+def test_micro_batches_as_large_as_fit_and_steps_of_as_many_sequences():
+    sizes = []
+    for gib in (80, 140):
+        shape = memory.fitting_micro_batch(gib << 30)
+        shape = replace(shape, micro_batches=memory.SEQUENCES // shape.micro_batch_size)
+        flags = shape.megatron_flags()
+        assert flags[flags.index("--global-batch-size") + 1] == str(memory.SEQUENCES)
+        sizes.append(int(flags[flags.index("--micro-batch-size") + 1]))
+        once = replace(shape, micro_batch_size=1, micro_batches=memory.SEQUENCES)
+        assert shape.flops_per_step == once.flops_per_step
+    assert sizes == [2, 4]
 
 
 def test_a_budget_of_half_of_stocks_activations():
@@ -322,6 +343,33 @@ def test_what_torch_compile_makes_of_eager_is_timed_where_it_is_asked_for(monkey
     monkeypatch.setattr("benchmarks.gpu.work.can_compile", lambda *_: True)
     assert set(run(doubled(**sides), "cpu", None)) == {OURS, EAGER}
     assert set(run(doubled(**sides), "cpu", None, timed=[COMPILED])) == {COMPILED}
+
+
+def test_the_hosts_time_has_a_target_of_its_own():
+    (work,) = small(toy=True)
+    times = Times(graph=1.0, eager=1.0, host=81.0, spread=(1.0, 1.0))
+    row = as_row(work, {OURS: times}, LIMITS, "h200")
+    assert verdict(row, rehearsal=False) == "missed"
+    assert ops_table([row], rehearsal=False)[-1].endswith("| host 80.0 | missed |")
+    row["sides"][OURS]["host_us"] = 79.0
+    assert verdict(row, rehearsal=False) == "met"
+    assert verdict(row, rehearsal=True) == ""
+    assert verdict({**row, "target_us": 0.5}, rehearsal=False) == "missed"
+    del row["host_target_us"]  # as in results from before
+    assert verdict(row, rehearsal=False) == ""
+
+
+def test_a_sum_with_a_residual_has_a_gradient_of_its_own():
+    (work,) = (w for w in norms(toy=True) if (w.op, w.mode) == ("add_rms_norm", "backward"))
+    eager = work.sides[EAGER]
+
+    def forgets(*arguments):
+        y, total = eager(*arguments)
+        return y, total.detach() + 0 * y
+
+    assert check(
+        work, "cpu", {OURS: work.sides[OURS], EAGER: eager, "forgets": forgets}
+    ).keys() == {"forgets"}
 
 
 def test_nan_is_wrong():

@@ -5,6 +5,7 @@ In processes of their own: this one interprets Triton. `make compile-table` writ
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,13 @@ def test_cuda_kernels(source, arch):
     rows = compile_cuda(source, arch)
     assert rows
     assert [row.fault for row in rows if row.fault] == []
+
+
+def test_what_is_compiled_is_what_setup_builds():
+    built = re.search(
+        r'^DEFAULT_CUDA_ARCHS = "(.+)"$', (ROOT / "setup.py").read_text(), re.MULTILINE
+    )
+    assert [f"sm_{a.removesuffix('+PTX')}" for a in built[1].split(";")] == [*CUDA_ARCHITECTURES]
 
 
 def row(**changes) -> Compiled:

@@ -82,8 +82,8 @@ def context_attention(
         window = None  # the causal mask alone
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise ValueError(
-            f"context parallelism: {q.shape[0]} queries of a rank, {k.shape[0]} keys and {v.shape[0]} values; "
-            "a split sequence attends to itself, cross attention is for --context-parallel-size 1"
+            f"context parallelism: {q.shape[0]} queries of a rank, {k.shape[0]} keys and {v.shape[0]} "
+            "values; a split sequence attends to itself, cross attention is for --context-parallel-size 1"
         )
     # Also checks the lengths, before anybody waits for anybody.
     num_tokens = q.shape[0] * groups.size

@@ -317,7 +317,9 @@ class _Run:
 
     def _own(self, piece: Piece) -> Pair:
         first, second = (
-            [weights[self._local(e)] for e in piece.experts]  # FSDP may give them other memory backward
+            [
+                weights[self._local(e)] for e in piece.experts
+            ]  # FSDP may give them other memory backward
             for weights in self.experts.weights
         )
         return first, second

@@ -1,0 +1,59 @@
+"""The rows of `bench tp_overlap`: ours is what the flag does without a number."""
+
+from accel.testing.bench import OURS
+from benchmarks.tp_overlap import (
+    AUTO,
+    COLLECTIVES,
+    PRODUCTS,
+    QUICKEST,
+    SERIAL,
+    STOCK,
+    gpt_rows,
+    layer_rows,
+)
+
+RINGS = ("accel, ring of 2", "accel, ring of 4")
+SECONDS = {
+    **{PRODUCTS: 1.0, COLLECTIVES: 0.5, SERIAL: 1.6, STOCK: 1.5},
+    **{AUTO: 1.2, RINGS[0]: 1.3, RINGS[1]: 1.0},
+}
+
+
+class FakeLink:
+    """Of ranks that have measured SECONDS."""
+
+    def run(self, what, quick, payload=None):
+        times = {side: [seconds] for side, seconds in SECONDS.items()}
+        found = {"num_bytes": 1, "seconds": 1.0, "shape": "S", "rounds": 1}
+        if what == ["layers"]:
+            return {**found, "directions": {"row": times}, "auto": {"row": "ring of 2"}}, "slow"
+        if what == ["gpt"]:
+            steps = {side: times[side] for side in (STOCK, AUTO, *RINGS)}
+            differ = dict.fromkeys((AUTO, *RINGS), 0)
+            return {
+                **found,
+                "seconds": steps,
+                "differ": differ,
+                "elements": 8,
+                "auto": "none",
+            }, "slow"
+        return found, "slow"
+
+
+def test_ours_is_auto_and_the_best_setting_a_peer():
+    time, hidden = layer_rows(FakeLink(), quick=True)
+    assert time["ours"] == 1200
+    assert time["peers"][QUICKEST] == time["peers"][RINGS[1]] == 1000
+    assert AUTO not in time["peers"]
+    assert (round(hidden["ours"], 6), round(hidden["peers"][QUICKEST], 6)) == (0.8, 1.2)
+    assert hidden["limit"] is None
+    assert "auto, which chose ring of 2; quickest: accel, ring of 4" in time["method"]
+    assert "above 1" in hidden["method"]
+
+
+def test_a_step():
+    differ, step, speed_up = gpt_rows(FakeLink(), quick=True)
+    assert differ["ours"] == 0
+    assert (step["ours"], step["peers"][QUICKEST]) == (1200, 1000)
+    assert (speed_up["ours"], speed_up["peers"]) == (1.25, {QUICKEST: 1.5})
+    assert OURS not in step["peers"]
