@@ -47,6 +47,7 @@ class Session:
         self._hooks: Applied | None = None
         self._features: Applied | None = None
         self._switched: list[Callable[[], None]] = []
+        self._attached = False
 
     def attach(self, device_name: str | None = None) -> None:
         """Install the device runtime and hook Megatron's command line, now or as soon as it is
@@ -54,6 +55,7 @@ class Session:
         if self._device is None:
             self.device = device.select(device_name)
             self._device = self.device.install(AUDIENCE)
+        self._attached = True
         register_post_import_hook(self._hook, command_line.MODULE)
 
     def enable(self, options: Mapping[str, Any]) -> None:
@@ -144,6 +146,7 @@ class Session:
             if applied is not None:
                 applied.check()
         self._undo_features()
+        self._attached = False
         self.choices, self.asked = [], {}
         if self._hooks is not None:
             self._hooks.undo()
@@ -175,7 +178,7 @@ class Session:
         }
 
     def _hook(self, module: Any) -> None:
-        if self._device is not None and self._hooks is None:
+        if self._attached and self._hooks is None:
             self._hooks = patching.apply(command_line.HOOKS, scope=AUDIENCE)
 
     def _undo_features(self) -> None:

@@ -174,6 +174,8 @@ def test_a_device_that_cannot_be_undone_keeps_nothing_else(monkeypatch: pytest.M
     assert not SESSION.choices
     assert SESSION._hooks is None
     assert SESSION.device is not None, "it is still there"
+    SESSION._hook(None)  # Megatron's arguments are imported later
+    assert SESSION._hooks is None
     assert accel.enable(preset="exact")["features"]["norm"]["state"] == "active"
     monkeypatch.setattr(SESSION._device, "undo", undo)
 

@@ -212,7 +212,7 @@ class DotProductAttention(ExtraState):
         self._parameter_tracker = get_rng_state_tracker
         if softmax_type == "learnable":
             heads = self.num_attention_heads // self.tp_size
-            self.softmax_offset = torch.nn.Parameter(torch.empty(heads))
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, device=_device()))
             self.reset_parameters()
 
     @torch.no_grad()
@@ -430,6 +430,14 @@ class DotProductAttention(ExtraState):
             with _fork(self.get_rng_state_tracker):
                 probs = torch.nn.functional.dropout(probs, self.attention_dropout)
         return (probs @ v).permute(2, 0, 1, 3).flatten(-2), max_logit
+
+
+def _device() -> torch.device:
+    """Of parameters, where nobody says which: the tracker's streams are those of the GPU."""
+    chosen = torch.get_default_device()
+    if chosen.type == "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
 
 
 def _fork(tracker: Callable[[], Any] | None) -> Any:

@@ -203,8 +203,9 @@ class _Group:
 
     def release(self) -> None:
         """The kernels wait for the copies; then nothing holds the storages for our sake."""
-        for copy in self._held:
-            copy.release()
+        for reference in self._copies:
+            if (copy := reference()) is not None:
+                copy.release()
         self._held.clear()
         self._keep = set()
         self._chain = None

@@ -24,8 +24,8 @@ def without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(body)
     def exact(*args: Any) -> Any:
-        first = next(arg for arg in args if isinstance(arg, Tensor))
-        if not autocasts(first):
+        first = next((arg for arg in args if isinstance(arg, Tensor)), None)
+        if first is None or not autocasts(first):
             return body(*args)
         with torch.autocast(first.device.type, enabled=False):
             return body(*args)

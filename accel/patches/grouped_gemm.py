@@ -29,6 +29,7 @@ from torch import Tensor
 from accel.feature import Feature
 from accel.layers.grouped_linear import grouped_linear
 from accel.ops import grouped_gemm
+from accel.ops._autocast import autocasts
 from accel.ops._dispatch import log_fallback
 from accel.parallel.linear import Layout
 from accel.patching import Patch
@@ -53,6 +54,9 @@ class GroupedLinear(torch.nn.Module):
         if all(w.requires_grad for w in weights):
             layout = Layout(into_main_grad=self.layers[0].gradient_accumulation_fusion)
             return grouped_linear(x_TK, weights, self.tokens_per_expert, layout), None
+        if autocasts(x_TK):
+            dtype = torch.get_autocast_dtype(x_TK.device.type)
+            x_TK, weights = x_TK.to(dtype), [w.to(dtype) for w in weights]
         y_TN = grouped_gemm(x_TK, weights, self.tokens_per_expert, transpose_b=True)
         return y_TN, None
 

@@ -207,9 +207,10 @@ def _by_order(saved: Any, wanted: Any) -> bool:
     if bool(getattr(saved, "use_distributed_optimizer", False)) != wanted.use_distributed_optimizer:
         return False
     if not wanted.use_distributed_optimizer:
-        # weights are one list, norms and biases are another
+        # weights are one list; norms, biases and softmax offsets are another
         mixed = getattr(saved, "add_bias_linear", False) or _groups(saved) != _groups(wanted)
-        return _is_legacy(saved) and mixed
+        offsets = getattr(saved, "softmax_type", "vanilla") == "learnable"
+        return _is_legacy(saved) and (mixed or offsets)
     if _is_legacy(saved):
         return True
     if hasattr(saved, "dist_ckpt_optim_fully_reshardable"):

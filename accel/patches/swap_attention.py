@@ -230,7 +230,13 @@ BLOCK_FORWARD = tuple(
 def refuses_graphs(context: Context) -> str | None:
     """A graph has the copies of its capture, and cannot wait for what comes and goes outside of it."""
     impl = getattr(context.args, "cuda_graph_impl", None) or "none"
-    return None if impl == "none" else f"not with --cuda-graph-impl {impl}: use none"
+    scopes = {
+        getattr(each, "name", each)
+        for each in getattr(context.args, "cuda_graph_scope", None) or ()
+    }
+    if impl == "none" or scopes == {"full_iteration_inference"}:
+        return None
+    return f"not with --cuda-graph-impl {impl}: use none"
 
 
 FEATURE = Feature(

@@ -380,18 +380,25 @@ modelopt_te = types.SimpleNamespace(
 
 def switch_on() -> Callable[[], None]:
     """What no patch does, since an undo would take late copies of ModelOpt's `Linear` with it."""
+    modelopt, *mla = map(_imported, (MODELOPT, _MLA, _ABSORBED_MLA))
+    before = [(module, vars(module).get("Linear")) for module in mla if module and modelopt]
     undo = make_again()
-    modelopt = importlib.import_module(MODELOPT)
-    mla = [importlib.import_module(name) for name in (_MLA, _ABSORBED_MLA)]
-    for module in mla:
-        vars(module)["Linear"] = modelopt.Linear
+    for module, _ in before:
+        vars(module)["Linear"] = vars(modelopt)["Linear"]
 
     def off() -> None:
-        for module in mla:
-            vars(module)["Linear"] = None
+        for module, linear in before:
+            vars(module)["Linear"] = linear
         undo()
 
     return off
+
+
+def _imported(name: str) -> types.ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ImportError:  # of another Megatron
+        return None
 
 
 def make_again() -> Callable[[], None]:
@@ -536,6 +543,7 @@ FEATURE = Feature(
         Patch(
             target=f"{MODELOPT}:te",
             replacement="accel.patches.te_layers:modelopt_te",
+            optional=True,
             why="Its norms are those of the package.",
         ),
         Patch(

@@ -13,17 +13,22 @@ __global__ void compiled_for() {}
 
 bool has_bulk_copies() {
   constexpr int kMaxDevices = 64;
-  static std::atomic<int> versions[kMaxDevices];
+  enum : int { kUnknown, kNo, kYes };
+  static std::atomic<int> known[kMaxDevices];
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device >= kMaxDevices) return false;
-  int version = versions[device].load(std::memory_order_relaxed);
-  if (!version) {
+  int answer = known[device].load(std::memory_order_relaxed);
+  if (answer == kUnknown) {
     cudaFuncAttributes code{};
-    if (cudaFuncGetAttributes(&code, compiled_for) != cudaSuccess) return false;
-    version = code.ptxVersion;
-    versions[device].store(version, std::memory_order_relaxed);
+    int shared_bytes = 0;  // sm_120 has 99 KiB
+    if (cudaFuncGetAttributes(&code, compiled_for) != cudaSuccess ||
+        cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) {
+      return false;
+    }
+    answer = code.ptxVersion >= 90 && shared_bytes >= kMostSharedBytes ? kYes : kNo;
+    known[device].store(answer, std::memory_order_relaxed);
   }
-  return version >= 90;
+  return answer == kYes;
 }
 #else
 bool has_bulk_copies() { return emulator::has_bulk_copies; }

@@ -215,7 +215,7 @@ void with_log2_threads(int64_t num_cols, Dtype dtype, F&& launch) {
 // `kernel` goes through its rows by a Ring.
 template <typename Ring, typename Args>
 void launch_ring(void (*kernel)(Args), int64_t num_programs, Queue queue, const Args& args) {
-  static_assert(Ring::kBytes + 32 * 1024 <= 227 * 1024, "beside what is summed over rows, more than a block has");
+  static_assert(Ring::kBytes + (32 << 10) <= kMostSharedBytes, "with what is summed over rows, too much");
   const Blocks blocks{kRingThreads, Ring::kBytes, Ring::Teams::kBlocks};
   launch_clusters(kernel, static_cast<unsigned>(num_programs), blocks, queue, args);
 }

@@ -249,6 +249,17 @@ def test_the_largest_logit_of_each_head() -> None:
     torch.testing.assert_close(out, written_out(q, k, v, upper(S, S)))
 
 
+def test_a_learnable_offset_is_made_on_the_gpu_that_the_tracker_forks(monkeypatch) -> None:
+    assert layers._device().type == "cpu"
+    with torch.device("meta"):
+        assert layers._device().type == "meta"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert layers._device() == torch.device("cuda", 1)
+    with torch.device("meta"):
+        assert layers._device().type == "meta"
+
+
 @pytest.mark.parametrize("options", [{"softmax_type": "learnable"}, {"return_max_logit": True}])
 def test_packs_have_no_softmax_offset_and_no_largest_logit(options: dict[str, object]) -> None:
     starts = torch.tensor([0, S], dtype=torch.int32)

@@ -81,6 +81,23 @@ def test_gradients_are_added_to_main_grad_in_fp32(dtype: torch.dtype) -> None:
         )
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_under_autocast_experts_are_those_of_torchs_layers(frozen: bool) -> None:
+    from accel.patches.grouped_gemm import GroupedLinear
+
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(HIDDEN, 24, bias=False) for _ in range(2)]
+    layers[0].weight.requires_grad_(not frozen)
+    for layer in layers:
+        layer.gradient_accumulation_fusion = False
+    x, counts = torch.randn(9, HIDDEN), torch.tensor([4, 5])
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = GroupedLinear(layers, counts)(x)
+        expected = torch.cat([layers[0](x[:4]), layers[1](x[4:])])
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected, rtol=2**-7, atol=2**-9)
+
+
 def test_a_second_derivative_is_an_error() -> None:
     """The weights' gradients are no part of any graph: what is derived from it would be wrong."""
     with one_rank("off", grouped_gemm=True, gradient_accumulation_fusion=True):

@@ -144,6 +144,8 @@ def test_files_of_ranks_have_no_names(distributed: bool) -> None:
     assert other_order(run(**legacy), run(**{**legacy, **TE})) is None
     legacy.update(ckpt_format="torch", add_bias_linear=False)
     assert (other_order(run(**legacy), run(**{**legacy, **TE})) is not None) is distributed
+    legacy["softmax_type"] = "learnable"  # before the norm that is the linear layer's, or behind it
+    assert other_order(run(**legacy), run(**{**legacy, **TE})) is not None
 
 
 def test_a_release_has_no_optimizer_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,6 +321,7 @@ void run(dim3 grid, unsigned block, const std::function<void()>& kernel, unsigne
   position.block_size = dim3(block);
   position.grid_size = grid;
   ++num_launches;
+  failure.clear();  // of a launch that ended otherwise
   for (unsigned y = 0; y < grid.y; ++y) {
     for (unsigned x = 0; x < grid.x; x += blocks_per_cluster) {
       position.block = dim3(x, y);

@@ -14,7 +14,10 @@ namespace accel::cuda {
 #define ACCEL_BULK_COPIES 1
 #endif
 
-// Whether the current device has them, and runs code that was compiled for them, not for an older one.
+constexpr int kMostSharedBytes = 227 << 10;  // of a block of sm_90 and sm_100, by asking
+
+// Whether the current device has them, with so much shared memory for what they bring, and runs code that was
+// compiled for them, not for an older one.
 bool has_bulk_copies();
 
 #ifdef __CUDACC__
