@@ -21,8 +21,9 @@ bool has_bulk_copies() {
   if (answer == kUnknown) {
     cudaFuncAttributes code{};
     int shared_bytes = 0;  // sm_120 has 99 KiB
+    constexpr auto kOptIn = cudaDevAttrMaxSharedMemoryPerBlockOptin;
     if (cudaFuncGetAttributes(&code, compiled_for) != cudaSuccess ||
-        cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) {
+        cudaDeviceGetAttribute(&shared_bytes, kOptIn, device) != cudaSuccess) {
       return false;
     }
     answer = code.ptxVersion >= 90 && shared_bytes >= kMostSharedBytes ? kYes : kNo;

@@ -83,7 +83,8 @@ ACCEL_DEVICE void store_sums(float* to, const float (&sums)[kCount]) {
   }
 }
 
-// Each thread's sums, one for each of its columns, over the teams of a block of 512 or less: a pack at a time.
+// Each thread's sums, one for each of its columns, over the teams of a block of 512 threads or less: a pack
+// at a time.
 template <typename Teams, typename T, int kCount>
 ACCEL_DEVICE void store_partial_of_teams(const Teams& teams, int64_t num_cols,
                                          const float (&sums)[kCount][kPack<T>], float* partial_N) {

@@ -1,5 +1,5 @@
-// RMSNorm backward by a row ring, for rows that go by one however their tensors lie: whoever calls gives whole
-// packs.
+// RMSNorm backward by a row ring. Rows that fit one go by it however their tensors lie: whoever calls gives
+// whole packs.
 #pragma once
 
 #include "rms_norm_parts.h"

@@ -235,8 +235,8 @@ __global__ void __launch_bounds__(kMaxThreadsBackward)
   }
 }
 
-// Rows of whole packs that fill threads exactly, for GPUs without bulk copies; the weight is of type W and has
-// no offset. Rows go to the teams as above.
+// Rows of whole packs that fill threads exactly, for GPUs without bulk copies; the weight is of type W and
+// has no offset. Rows go to the teams as above.
 template <typename T, typename W, bool kAdd, int kLog2Threads>
 __global__ void __launch_bounds__(kMaxExactThreads, 1) rms_norm_backward_exact_rows(const BackwardCall call) {
   const RmsNormBackward& op = call.op;

@@ -87,7 +87,8 @@ class Arrivals {
 #endif
   }
 
-  // Writes 4 bytes where `slot` is in another block of the cluster, or in this one; that block waits for them.
+  // Writes 4 bytes where `slot` is in another block of the cluster, or in this one; that block waits for
+  // them.
   ACCEL_DEVICE void send(float value, float* slot, int block_of_cluster) {
 #ifdef __CUDACC__
     asm volatile(
@@ -131,7 +132,8 @@ struct Blocks {
 
 // Launches clusters of such blocks.
 template <typename Args>
-void launch_clusters(void (*kernel)(Args), unsigned num_clusters, Blocks blocks, Queue queue, const Args& args) {
+void launch_clusters(void (*kernel)(Args), unsigned num_clusters, Blocks blocks, Queue queue,
+                     const Args& args) {
   if (num_clusters == 0) return;
   const unsigned num_blocks = num_clusters * blocks.per_cluster;
 #ifdef __CUDACC__
