@@ -292,7 +292,8 @@ def test_cuda_graphs_are_refused(name: str) -> None:
     assert feature.refuses(context) == "not with --cuda-graph-impl local: use none"
     context.args.cuda_graph_scope = ["full_iteration_inference"]
     assert feature.refuses(context) is None
-    context.args = SimpleNamespace(cuda_graph_impl="none")
+    del context.args.cuda_graph_scope
+    context.args.cuda_graph_impl = "none"
     assert feature.refuses(context) is None
 
 
