@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.cuda.harness import HAS_GPU, OnCuda, cuda_kernels, kernels_called, without_bulk_copies
-from tests.cuda.test_rms_norm import EXACT, SHAPES
+from tests.cuda.harness import HAS_GPU, OnCuda, cuda_kernels, kernels_called
+from tests.cuda.test_rms_norm import EXACT, SHAPES, check_exact_rows
 from tests.ops import test_layer_norm
 from tests.ops.contract import LAYOUTS, change_layout, run
 from tests.ops.norm_contract import DTYPES
@@ -23,12 +23,7 @@ class TestLayerNorm(OnCuda, test_layer_norm.TestLayerNorm):
 
     @pytest.mark.parametrize("shape", EXACT, ids=str)
     def test_rows_that_fill_their_threads(self, shape):
-        for dtypes in DTYPES:
-            shape_of_dtype = (shape[0], shape[1] * 2 // dtypes[0].itemsize)
-            inputs = self.norm_inputs(shape_of_dtype, dtypes)
-            self.check(inputs)
-            with without_bulk_copies():
-                self.check(inputs)
+        check_exact_rows(self, shape)
 
     @pytest.mark.parametrize("dtypes", DTYPES[:2], ids=str)
     @pytest.mark.parametrize("num_cols", LONG)

@@ -29,6 +29,15 @@ LONG = [16640, 33000]
 """Beyond what registers hold: of fp32 both ways, of 16 bits backward; of 16 bits both ways."""
 
 
+def check_exact_rows(op, shape):
+    """By a ring and without one; more rows than its stages, and a last turn that not all teams have."""
+    for dtypes in DTYPES:
+        inputs = op.norm_inputs((shape[0], shape[1] * 2 // dtypes[0].itemsize), dtypes)
+        op.check(inputs)
+        with without_bulk_copies():
+            op.check(inputs)
+
+
 class TestRmsNorm(OnCuda, test_rms_norm.TestRmsNorm):
     @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -50,13 +59,7 @@ class TestRmsNorm(OnCuda, test_rms_norm.TestRmsNorm):
 
     @pytest.mark.parametrize("shape", EXACT, ids=str)
     def test_rows_that_fill_their_threads(self, shape):
-        """By a ring and without one; more rows than its stages, and a last turn that not all teams have."""
-        for dtypes in DTYPES:
-            shape_of_dtype = (shape[0], shape[1] * 2 // dtypes[0].itemsize)
-            inputs = self.norm_inputs(shape_of_dtype, dtypes)
-            self.check(inputs)
-            with without_bulk_copies():
-                self.check(inputs)
+        check_exact_rows(self, shape)
 
     @pytest.mark.parametrize("device", [contextlib.nullcontext, without_bulk_copies])
     def test_offset_of_a_tensor_changes_no_bit(self, device):
