@@ -316,10 +316,9 @@ class _Run:
         dx[rows], dprobs[rows] = here.backward(dy[rows])
 
     def _own(self, piece: Piece) -> Pair:
+        # the parameters themselves: FSDP may give them other memory in the backward pass
         first, second = (
-            [
-                weights[self._local(e)] for e in piece.experts
-            ]  # FSDP may give them other memory backward
+            [weights[self._local(e)] for e in piece.experts]
             for weights in self.experts.weights
         )
         return first, second
