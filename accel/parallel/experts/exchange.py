@@ -318,8 +318,7 @@ class _Run:
     def _own(self, piece: Piece) -> Pair:
         # the parameters themselves: FSDP may give them other memory in the backward pass
         first, second = (
-            [weights[self._local(e)] for e in piece.experts]
-            for weights in self.experts.weights
+            [weights[self._local(e)] for e in piece.experts] for weights in self.experts.weights
         )
         return first, second
 
