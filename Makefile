@@ -10,7 +10,7 @@ BENCHMARKS := $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[!_]*.py))
 RESULTS = benchmarks/results/$(shell $(PY) -c "from accel.testing.bench import machine_name; print(machine_name())")
 NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/cuda/*.cu csrc/cuda/bindings/*.* csrc/include/accel/*.h csrc/include/accel/cuda/*.h) setup.py
 
-.PHONY: setup demo test check format bench docs asan test-megatron gpu gpu-wheels gpu-rehearsal
+.PHONY: setup demo test check format bench docs asan test-megatron gpu gpu-wheels gpu-peers gpu-rehearsal
 .PHONY: compile-table clean
 .DELETE_ON_ERROR:
 
@@ -114,6 +114,10 @@ gpu-wheels: $(VENV)/.requirements
 	rm -rf .gpu-wheels
 	$(PY) -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir .gpu-wheels \
 	    --requirement requirements/gpu.txt
+
+# After it, QuACK and FlashAttention-4 with their compiler: 57 MB more, some minutes of packing.
+gpu-peers: $(VENV)/.requirements
+	$(PY) -m benchmarks.gpu.pack_peers
 
 # Build, prove and measure on a GPU, in under nine minutes; repeated, it goes on where it stopped.
 # GPU_ARGS="--only ops --again" and the like; GPU_RESULTS is the folder of results.json and results.md.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu.setting import CHECKOUT, SITE, write_json
+from benchmarks.gpu.setting import CHECKOUT, PATHS, write_json
 
 PACKAGE = "benchmarks.gpu"
 MINUTES = 8.7
@@ -68,7 +68,7 @@ def run_part(part: Part, seconds: float, folder: Path, rehearse: bool) -> dict:
     command = [sys.executable, "-m", f"{PACKAGE}.{part.name}"]
     command += ["--folder", str(folder), "--seconds", str(seconds)]
     command += ["--rehearse"] * rehearse
-    path = os.pathsep.join([str(CHECKOUT), str(SITE), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([*map(str, PATHS), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
     if rehearse:
         environment |= {"TRITON_INTERPRET": "1", "ACCEL_DEVICE": "cpu"}

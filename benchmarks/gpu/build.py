@@ -1,12 +1,14 @@
 """Part build: the carried wheels into a folder of their own, the native kernels into accel/.
 
 No network: what is not carried is not there. The wheels come without their dependencies, which the
-machine has (PyTorch, NumPy) or which are carried too.
+machine has (PyTorch, NumPy) or which are carried too; those of the peers that bring a compiler along
+in an archive of their own (`pack_peers`).
 """
 
 import os
 import subprocess
 import sys
+import tarfile
 
 from benchmarks.gpu.setting import CHECKOUT, SITE, WHEELS, Setting
 
@@ -18,15 +20,18 @@ def unpack_wheels() -> None:
         print(
             f"no wheels in {WHEELS.name}: `make gpu-wheels` fetches them where there is a network"
         )
-        return
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
-            *("--no-index", "--no-deps", "--upgrade", "--target", str(SITE)),
-            *wheels,
-        ],
-        check=True,
-    )
+    else:
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
+                *("--no-index", "--no-deps", "--upgrade", "--target", str(SITE)),
+                *wheels,
+            ],
+            check=True,
+        )
+    for archive in sorted(WHEELS.glob("*.tar.xz")):
+        with tarfile.open(archive) as peers:
+            peers.extractall(SITE, filter="data")
 
 
 def build_kernels() -> None:

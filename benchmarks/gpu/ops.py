@@ -25,6 +25,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ from accel.ops import (
 from accel.ops._dispatch import missing_kernel
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.timing import on_stream
-from benchmarks.gpu.work import EAGER, OURS, Work, as_row, run
+from benchmarks.gpu.work import EAGER, LATE, OURS, Work, as_row, run
 
 LIGER = "liger_kernel.transformers.functional"
 RESERVE_SECONDS = 20.0
@@ -132,6 +133,10 @@ def norms(toy: bool) -> Iterator[Work]:
             EAGER: eager_add,
             "liger": peer(
                 LIGER, lambda m: lambda x, r, w: m.liger_fused_add_rms_norm(x, r, w, 1e-5)
+            ),
+            "quack": peer(
+                "quack",
+                lambda m: lambda x, r, w: m.rmsnorm(x, w, residual=r, eps=1e-5, prenorm=True),
             ),
         }
         made = {"op": "add_rms_norm", "shape": shape, "make": xrw, "sides": added}
@@ -239,6 +244,14 @@ def losses(toy: bool) -> Iterator[Work]:
         OURS: ours,
         EAGER: eager,
         "liger": peer(LIGER, lambda m: lambda x, y: m.liger_cross_entropy(x, y, reduction="none")),
+        "quack": peer(
+            "quack",
+            lambda m: (
+                lambda x, y: m.cross_entropy(
+                    _Result.apply(x), y, reduction="none", inplace_backward=True
+                )
+            ),
+        ),
     }
     yield Work(
         op="cross_entropy",
@@ -389,6 +402,14 @@ def attentions(toy: bool) -> Iterator[Work]:
                         ).transpose(0, 1)
                     ),
                 ),
+                "flash-attn 4": peer(
+                    "flash_attn.cute",
+                    lambda m: (
+                        lambda q, k, v: m.flash_attn_func(
+                            *(t.transpose(0, 1) for t in (q, k, v)), causal=True
+                        )[0].transpose(0, 1)
+                    ),
+                ),
             }
         made = {"op": "attention", "shape": f"S={s}, B={b}, {h}+{g} heads of {d}", "make": qkv}
         flops = 2 * s * s * d * b * h
@@ -507,6 +528,12 @@ def works(toy: bool) -> Iterator[Work]:
         yield from group(toy)
 
 
+def without_late(works: Iterator[Work]) -> Iterator[Work]:
+    """Their sides but for those that part compiled_ops times."""
+    for work in works:
+        yield replace(work, sides={s: f for s, f in work.sides.items() if s not in LATE})
+
+
 def sweep(
     setting: Setting, works: Iterator[Work], lines: Path, timed: Collection[str] | None = None
 ) -> int:
@@ -554,7 +581,7 @@ def sweep(
 
 def main() -> int:
     setting = Setting.from_argv()
-    return sweep(setting, works(setting.rehearse), setting.folder / "ops.jsonl")
+    return sweep(setting, without_late(works(setting.rehearse)), setting.folder / "ops.jsonl")
 
 
 if __name__ == "__main__":

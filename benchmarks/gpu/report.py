@@ -13,7 +13,7 @@ from benchmarks.gpu.memory import BASE, HALVED, HALVED_TARGET, TARGETS
 from benchmarks.gpu.overlap import TARGET as HIDDEN_TARGET
 from benchmarks.gpu.overlap import most_hidden
 from benchmarks.gpu.setting import Setting, read, write_json
-from benchmarks.gpu.work import COMPILED, OURS
+from benchmarks.gpu.work import COMPILED, LATE, OURS
 
 MFU_TARGET, SPEEDUP_TARGET = 0.6, 1.3
 
@@ -22,7 +22,14 @@ def versions() -> dict[str, str | None]:
     from importlib.metadata import PackageNotFoundError, version
 
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for name in ("torch", "triton", "megatron-core", "liger-kernel"):
+    for name in (
+        "torch",
+        "triton",
+        "megatron-core",
+        "liger-kernel",
+        "quack-kernels",
+        "flash-attn-4",
+    ):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -107,7 +114,7 @@ def training_table(training: dict, rehearsal: bool, has_targets: bool = True) ->
             )
             continue
         mfu = "" if made["mfu"] is None else f"{made['mfu']:.1%}"
-        is_like_stock = "ms" in stock and made.get("micro_batches") == stock.get("micro_batches")
+        is_like_stock = "ms" in stock and made.get("sequences") == stock.get("sequences")
         over = f"{stock['ms'] / made['ms']:.2f}x" if is_like_stock else ""
         apart = ""
         if is_like_stock:
@@ -202,7 +209,9 @@ def collected(folder: Path, rehearsal: bool) -> dict[str, Any]:
     state = read(folder / "state.json")
     rows = lines_of(folder / "ops.jsonl")
     rows = with_side(rows, lines_of(folder / "triton_ops.jsonl"), OURS, "accel in Triton")
-    rows = with_side(rows, lines_of(folder / "compiled_ops.jsonl"), COMPILED, COMPILED)
+    late = lines_of(folder / "compiled_ops.jsonl")
+    for side in (COMPILED, *LATE):
+        rows = with_side(rows, late, side, side)
     return {
         "commit": commit(),
         "rehearsal": rehearsal,

@@ -13,6 +13,7 @@ import torch
 
 __all__ = [
     "CHECKOUT",
+    "PATHS",
     "PEAKS",
     "SITE",
     "WHEELS",
@@ -28,6 +29,8 @@ WHEELS = CHECKOUT / ".gpu-wheels"
 """Carried there; `make gpu-wheels` fills it where there is a network."""
 SITE = CHECKOUT / "build" / "gpu-site"
 """Where the carried wheels are unpacked."""
+PATHS = (CHECKOUT, SITE, SITE / "nvidia_cutlass_dsl" / "dsl_packages")
+"""Of modules. The last is what a .pth file adds, which is read in site-packages alone."""
 
 PEAKS = {"h100": 989.4e12, "h200": 989.4e12, "a100": 312e12, "b200": 2250e12}
 """FLOP/s of dense bf16 products by NVIDIA's datasheets (SXM); MFU refers to them by name."""

@@ -3,8 +3,8 @@
 Layers of Llama 3 8B (hidden 4096, feed-forward 14336, 32 heads over 8 groups, vocabulary 128256,
 sequence 4096), as many as fit. All sides train the same mock data from the same weights with the
 same script, one after the other: two of them do not fit on the device at once. One side takes its
-optimizer's step after 65,536 tokens in place of 16,384, closer to what a GPU sees in a pretraining; its
-time is compared with the datasheet alone.
+optimizer's step after 65,536 tokens in place of 16,384, closer to what a GPU sees in a pretraining, in
+micro-batches of as many sequences as accel has room for; its time is compared with the datasheet alone.
 
     model FLOPs of a sequence   6 P S + 6 L S^2 H / 2 x 2 = 6 P S + 6 L S^2 H
                                 P: all weights but the embedding's table, which multiplies nothing
@@ -37,9 +37,12 @@ BYTES_PER_PARAMETER = 18
 ACTIVATION_BYTES_PER_LAYER = 5 << 30
 """Of stock at S = 4096: the probabilities of 32 heads, 1 GiB, are there about four times."""
 LOGIT_COPIES = 4
+LEAN_BYTES_PER_LAYER = 3 << 29
+"""Of accel at S = 4096; it keeps two copies of the logits, in bf16."""
+SEQUENCES_OF_LONG_STEP = 16
 ELAPSED = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+)")
 
-LONG_STEP = "accel fast, 16 micro-batches"
+LONG_STEP = "accel fast, 65,536 tokens a step"
 SIDES = {
     "stock": STOCK_FLAGS,
     "accel fast": ("--accel-preset", "fast"),
@@ -124,6 +127,17 @@ def fitting(device_bytes: int) -> Llama:
     raise ValueError(f"not one layer of {LLAMA.name} fits into {device_bytes / 2**30:.0f} GiB")
 
 
+def long_step(shape: Llama, device_bytes: int) -> Llama:
+    """16 sequences a step, in micro-batches of as many as accel has room for."""
+    of_a_sequence = 2 * 2 * shape.seq_length * shape.vocab_size
+    of_a_sequence += shape.num_layers * LEAN_BYTES_PER_LAYER
+    room = 0.9 * device_bytes - BYTES_PER_PARAMETER * sum(shape.parameters)
+    size = next(n for n in (4, 2, 1) if n * of_a_sequence < room or n == 1)
+    return replace(
+        shape, micro_batch_size=size, micro_batches=SEQUENCES_OF_LONG_STEP // size, steps=8
+    )
+
+
 def train(side: str, flags: Sequence[str], shape: Llama, folder: Path) -> dict[str, Any]:
     """One side: step time, losses, peak memory, features; or `failed` with the end of its log."""
     log = folder / f"{side.replace(' ', '-')}.log"
@@ -168,7 +182,8 @@ def train_sides(
         sides[side] = made = train(f"{name} {side}", flags, own, setting.folder)
         if "ms" in made:
             rate = own.flops_per_step / (made["ms"] * 1e-3)
-            made["micro_batches"] = own.micro_batches
+            made["sequences"] = own.sequences
+            made["micro_batch_size"] = own.micro_batch_size
             made["tokens_per_s"] = own.sequences * own.seq_length / (made["ms"] * 1e-3)
             made["flops_per_s"] = rate
             made["mfu"] = rate / peak if peak else None
@@ -182,11 +197,12 @@ def train_sides(
 
 def main() -> int:
     setting = Setting.from_argv()
-    shape = TOY
+    shape, device_bytes = TOY, 0
     if not setting.rehearse:
-        shape = fitting(torch.cuda.get_device_properties(0).total_memory)
-    long_step = replace(shape, micro_batches=16, steps=8)
-    return train_sides(SIDES, shape, setting, "training", {LONG_STEP: long_step})
+        device_bytes = torch.cuda.get_device_properties(0).total_memory
+        shape = fitting(device_bytes)
+    shapes = {LONG_STEP: long_step(shape, device_bytes)}
+    return train_sides(SIDES, shape, setting, "training", shapes)
 
 
 if __name__ == "__main__":

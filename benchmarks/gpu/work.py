@@ -12,12 +12,14 @@ from torch import Tensor
 
 from benchmarks.gpu.timing import Times, measure
 
-__all__ = ["OURS", "Work", "run"]
+__all__ = ["COMPILED", "EAGER", "LATE", "OURS", "Work", "run"]
 
 OURS = "accel"
 EAGER = "eager"
 COMPILED = "torch.compile"
 """Of eager. Timed only where it is asked for: it takes seconds to compile."""
+LATE = ("quack", "flash-attn 4")
+"""Peers that compile at their first call, too."""
 Mode = Literal["forward", "backward", "both"]
 
 ROTATED_BYTES = 512 << 20

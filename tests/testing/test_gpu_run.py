@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,8 @@ import torch
 
 from accel.parallel import overlapped_linear
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import memory, overlap
-from benchmarks.gpu.ops import norms, optimizers, small
+from benchmarks.gpu import build, compiled_ops, memory, overlap, pack_peers
+from benchmarks.gpu.ops import norms, optimizers, small, without_late
 from benchmarks.gpu.report import (
     memory_table,
     ops_table,
@@ -27,9 +28,9 @@ from benchmarks.gpu.setting import PEAKS, Setting, short_name
 from benchmarks.gpu.sides import ScriptError, run_script
 from benchmarks.gpu.tests import OUTCOMES
 from benchmarks.gpu.timing import Times, measure
-from benchmarks.gpu.training import LLAMA, fitting
+from benchmarks.gpu.training import LLAMA, fitting, long_step
 from benchmarks.gpu.triton_ops import has_both
-from benchmarks.gpu.work import COMPILED, EAGER, OURS, Work, as_row, can_compile, check, run
+from benchmarks.gpu.work import COMPILED, EAGER, LATE, OURS, Work, as_row, can_compile, check, run
 
 LIMITS = {"copy_bytes_per_s": 1e12, "gemm_flops_per_s": 1e12}
 
@@ -149,6 +150,17 @@ def test_micro_batches_as_large_as_fit_and_steps_of_as_many_sequences():
     assert sizes == [2, 4]
 
 
+def test_a_long_step_has_micro_batches_as_large_as_fit():
+    sizes = []
+    for gib in (16, 80, 140):
+        shape = long_step(
+            replace(LLAMA, num_layers=1) if gib == 16 else fitting(gib << 30), gib << 30
+        )
+        assert shape.sequences * shape.seq_length == 65536
+        sizes.append(shape.micro_batch_size)
+    assert sizes == [1, 2, 4]
+
+
 def test_a_budget_of_half_of_stocks_activations():
     shape = fitting(80 << 30)
     kept = 18 * sum(shape.parameters)
@@ -254,7 +266,7 @@ def test_what_training_reaches():
         "stock": made,
         "accel fast": {**made, "ms": 100.0, "mfu": 0.65, "losses": [2.0, 1.25]},
         "accel max": {**made, "ms": 120.0, "mfu": 0.55},
-        "long step": {**made, "ms": 400.0, "mfu": 0.61, "micro_batches": 16},
+        "long step": {**made, "ms": 400.0, "mfu": 0.61, "sequences": 16},
         "late": {"failed": "no time left"},
     }
     stock, fast, most, long, late = training_table({"sides": sides}, rehearsal=False)[2:]
@@ -343,6 +355,32 @@ def test_what_torch_compile_makes_of_eager_is_timed_where_it_is_asked_for(monkey
     monkeypatch.setattr("benchmarks.gpu.work.can_compile", lambda *_: True)
     assert set(run(doubled(**sides), "cpu", None)) == {OURS, EAGER}
     assert set(run(doubled(**sides), "cpu", None, timed=[COMPILED])) == {COMPILED}
+
+
+def test_peers_that_compile_at_their_first_call_are_timed_apart():
+    sides = {"accel": lambda x: x * 2, "eager": lambda x: x * 2, "quack": lambda x: x * 2}
+    work = replace(doubled(**sides), compiled=False)
+    assert compiled_ops.compiles(work, "cuda")
+    assert not compiled_ops.compiles(replace(work, sides={**sides, "quack": "not here"}), "cuda")
+    (early,) = without_late(iter([work]))
+    assert set(run(early, "cpu", None)) == {OURS, EAGER}
+    assert set(run(work, "cpu", None, timed=[COMPILED, *LATE])) == {"quack"}
+
+
+def test_peers_are_packed_and_unpacked(tmp_path, monkeypatch):
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for name in ("first", "second"):
+        with zipfile.ZipFile(tmp_path / f"{name}.whl", "w") as wheel:
+            wheel.writestr(f"{name}/__init__.py", f"NAME = {name!r}")
+            wheel.writestr("shared/" + name, name)
+    pack_peers.pack(tmp_path.glob("*.whl"), wheels / "peers.tar.xz")
+    assert [file.name for file in wheels.iterdir()] == ["peers.tar.xz"]
+    monkeypatch.setattr(build, "WHEELS", wheels)
+    monkeypatch.setattr(build, "SITE", tmp_path / "site")
+    build.unpack_wheels()
+    assert (tmp_path / "site" / "first" / "__init__.py").read_text() == "NAME = 'first'"
+    assert sorted(os.listdir(tmp_path / "site" / "shared")) == ["first", "second"]
 
 
 def test_the_hosts_time_has_a_target_of_its_own():
