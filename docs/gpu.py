@@ -38,15 +38,17 @@ or Triton on CUDA, torch-npu's own ops on Ascend. Features do not know which one
 
 ```bash
 make gpu-wheels   # where there is a network: some 4 MB into .gpu-wheels
+make gpu-peers    # if wanted: 57 MB more, QuACK and FlashAttention-4 with their compiler
 make gpu          # on the GPU: PyTorch >= 2.11 for CUDA, Triton, nvcc and pytest, and no network
 ```
 
 It builds, runs the ops' tests, measures the three ceilings (a copy, a product, sustained products), every op
 beside its peers, Triton's kernels of the ops that have others in CUDA C++, transfers under products, training
-steps shaped like Llama 3 8B and DeepSeekMoE 16B, what the memory features save and cost there, and what
-`torch.compile` makes of the ops' peers, and writes `results.json` and `results.md` into
-`benchmarks/results/<gpu>`. A call takes under nine minutes, all parts may take longer: repeated, it goes on
-where it stopped, until all parts are done. `make gpu-rehearsal` runs the same parts on a CPU at toy sizes.
+steps shaped like Llama 3 8B and DeepSeekMoE 16B, what the memory features save and cost there, and peers
+that compile at their first call (`torch.compile`, QuACK, FlashAttention-4), and writes `results.json` and
+`results.md` into `benchmarks/results/<gpu>`. A call takes under nine minutes, all parts may take longer:
+repeated, it goes on where it stopped, until all parts are done. `make gpu-rehearsal` runs the same parts on a
+CPU at toy sizes.
 """
 
 

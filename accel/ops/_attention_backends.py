@@ -9,7 +9,9 @@ All results are in the convention of `accel/ops/attention.py`: out contiguous, l
 accel's own Triton kernel alone: its mask is part of the op's definition, and what others save of theirs
 has no place in the op.
 
-Nothing is imported before it is found and chosen. The Triton kernel takes every call.
+Nothing is imported before it is found and chosen. A package's functions, which are its own business and
+change from release to release, compute a small call first: one that is wrong, or that raises, is told and
+not used. The Triton kernel takes every call.
 """
 
 import functools
@@ -48,6 +50,11 @@ FLASH_2_WIDE = ((8, 0), (9, 0), (10, 0))
 SEQUENCES_OF_A_GRID = 16
 """FlashAttention-2 starts blocks for (sequences x the longest one), which only the device knows: taken as
 the whole pack, all but 1 in so many blocks find nothing to do."""
+
+TOKENS_OF_A_TRIAL = 320
+"""Some tiles of any library, and no whole number of them."""
+ERROR_OF_A_TRIAL = 0.03
+"""Norm of the error over that of the result. bf16 has some 0.005; another mask or layout has 0.1 and more."""
 
 logger = logging.getLogger("accel")
 
@@ -132,6 +139,8 @@ class Backend:
     """q, k, v in the op's layout -> out, lse in the op's."""
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Arguments], Gradients]
     """dout, q, k, v, out, lse -> dq, dk, dv."""
+    is_package: bool = False
+    """Another's than PyTorch's and ours: used after a trial."""
 
 
 class Plan(NamedTuple):
@@ -539,15 +548,15 @@ BACKENDS: dict[str, Backend] = {
     for b in (
         Backend(
             "flash4", _missing_package(FLASH_4, "flash-attn-4", FLASH_4_FUNCTIONS),
-            _flash4_unsupported, _flash4_forward, _flash4_backward,
+            _flash4_unsupported, _flash4_forward, _flash4_backward, is_package=True,
         ),
         Backend(
             "flash3", _missing_package(FLASH_3, "flash-attn-3", FLASH_3_FUNCTIONS),
-            _flash3_unsupported, _flash3_forward, _flash3_backward,
+            _flash3_unsupported, _flash3_forward, _flash3_backward, is_package=True,
         ),
         Backend(
             "flash2", _missing_package(FLASH_2, "flash-attn", FLASH_2_FUNCTIONS),
-            _flash2_unsupported, _flash2_forward, _flash2_backward,
+            _flash2_unsupported, _flash2_forward, _flash2_backward, is_package=True,
         ),
         Backend("cudnn", _cudnn_missing, _cudnn_unsupported, _cudnn_forward, _cudnn_backward),
         Backend(
@@ -558,13 +567,15 @@ BACKENDS: dict[str, Backend] = {
     )
 }  # fmt: skip
 
-# TFLOP/s, bf16, rows of 128, 16384 tokens, full / causal, on an H100 (figure 5 of FlashAttention-3, Shah et
-# al. 2024, arXiv:2407.08608): FlashAttention-3 648 / 616, cuDNN 595 / 539, a Triton kernel 395 / 378,
-# FlashAttention-2 370 / 335. On a B200 FlashAttention-4 is 1.3 times as fast as cuDNN and 2.7 times as
-# Triton (its abstract). Before Hopper FlashAttention-2 is the best known.
+# TFLOP/s, bf16, rows of 128, causal. Measured on an H200 (8192 tokens, 32 heads over 8 groups, forward /
+# backward): FlashAttention-4 (4.0.0b36) 702 / 545, cuDNN 572 / 490, our Triton kernel 453 forward,
+# FlashAttention-2 291 / 264. Published for an H100 (16384 tokens, forward; figure 5 of FlashAttention-3,
+# Shah et al. 2024, arXiv:2407.08608): FlashAttention-3 616, cuDNN 539, FlashAttention-2 335. On a B200
+# FlashAttention-4 is 1.3 times as fast as cuDNN (its abstract). Before Hopper FlashAttention-2 is the best
+# known.
 PREFERENCE: dict[int, tuple[str, ...]] = {
     8: ("flash2", "flash", "cudnn", "triton"),
-    9: ("flash3", "cudnn", "flash4", "triton", "flash2", "flash"),
+    9: ("flash4", "flash3", "cudnn", "triton", "flash2", "flash"),
     10: ("flash4", "cudnn", "triton", "flash2", "flash"),
 }
 
@@ -589,22 +600,98 @@ def _missing(name: str) -> str | None:
     return BACKENDS[name].missing()
 
 
-def plan(call: Call) -> Plan:
+def plan(call: Call, device: torch.device | None = None) -> Plan:
     """Who computes this call, and why not those before it. The gradient's may be another: it also asks how
-    dout and out lie."""
+    dout and out lie.
+
+    Args:
+        device: where packages are tried; without it they are taken at their word.
+    """
     skipped: list[tuple[str, str]] = []
     for name in preference(call.capability):
         reason = BACKENDS[name].unsupported_reason(call) or _missing(name)
+        if reason is None and device is not None and BACKENDS[name].is_package:
+            reason = _mistake(name, trial_of(call), device)
         if reason is None:
             return Plan(name, tuple(skipped))
         skipped.append((name, reason))
     raise AssertionError("the Triton kernel takes every call")
 
 
+def trial_of(call: Call) -> Call:
+    """A small call of the same kind: the same mask, more or fewer keys than queries, heads in groups."""
+    more_keys = max(-64, min(call.num_keys - call.num_queries, 64))
+    groups = min(call.kv_heads, 2)
+    return call._replace(
+        num_queries=TOKENS_OF_A_TRIAL,
+        num_keys=TOKENS_OF_A_TRIAL + more_keys,
+        batch=min(call.batch, 2),
+        heads=call.heads // call.kv_heads * groups,
+        kv_heads=groups,
+        sequences=None if call.sequences is None else 3,
+        left=min(call.left, 100),
+        right=min(call.right, 100),
+    )
+
+
 @functools.lru_cache(maxsize=4096)
-def _chosen(call: Call) -> Backend:
+def _mistake(name: str, call: Call, device: torch.device) -> str | None:
+    """What a library computes wrongly in this call, or raises; None if it is right.
+
+    Not tried while a CUDA graph is captured, which could not wait for the result.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    reason = _tried(BACKENDS[name], call, device)
+    if reason is not None:
+        logger.warning("attention on CUDA: %s is not used: %s", name, reason)
+    return reason
+
+
+def _tried(backend: Backend, call: Call, device: torch.device) -> str | None:
+    """The reference computes on the CPU: PyTorch's settings for CUDA are the user's."""
+    from accel.ops.attention import attention_gradients_ref, attention_ref
+
+    generator = torch.Generator().manual_seed(1)
+    batch = () if call.sequences is not None else (call.batch,)
+    q, k, v, dout = (
+        torch.randn((tokens, *batch, heads, width), generator=generator).to(call.dtype)
+        for tokens, heads, width in (
+            (call.num_queries, call.heads, call.width),
+            (call.num_keys, call.kv_heads, call.width),
+            (call.num_keys, call.kv_heads, call.value_width),
+            (call.num_queries, call.heads, call.value_width),
+        )
+    )
+    starts = None
+    if call.sequences is not None:  # of as many keys as queries, or the call was refused
+        starts = torch.tensor([0, 100, 190, call.num_queries], dtype=torch.int32)
+    there = None if starts is None else starts.to(device)
+    arguments = Arguments(there, there, None, call.width**-0.5, call.left, call.right, 0.0)
+    on_device = [t.to(device) for t in (q, k, v)]
+    try:
+        out, lse = backend.forward(*on_device, arguments)
+        grads = backend.backward(dout.to(device), *on_device, out, lse, arguments)
+    except Exception as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        return f"a trial raised {type(error).__name__}: {first_line[:200]}"
+    options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "window": (call.left, call.right)}
+    wide = [t.float() for t in (q, k, v)]
+    right_out, right_lse = attention_ref(*wide, **options)
+    right = attention_gradients_ref(dout.float(), *wide, right_out, right_lse, **options)
+    names = ("out", "lse", "dq", "dk", "dv")
+    pairs = zip((out, lse, *grads), (right_out, right_lse, *right), strict=True)
+    for what, (got, wanted) in zip(names, pairs, strict=True):
+        off = float((got.cpu().float() - wanted).norm() / wanted.norm())
+        if not off <= ERROR_OF_A_TRIAL:  # so is NaN
+            return f"its {what} was off by {off:.2g} in a trial"
+    return None
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen(call: Call, device: torch.device) -> Backend:
     """Decided once for each kind of call, as long as the process lives."""
-    decision = plan(call)
+    decision = plan(call, device)
     _log_once(str(decision))
     return BACKENDS[decision.backend]
 
@@ -678,7 +765,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, T
         return _triton_forward(q, k, v, a)
     call = _call(q, k, v, a)
     a = a._replace(left=call.left, right=call.right)
-    return _chosen(call).forward(q, k, v, a)
+    return _chosen(call, q.device).forward(q, k, v, a)
 
 
 def backward(
@@ -690,4 +777,4 @@ def backward(
         return _triton_backward(dout, q, k, v, out, lse, a)
     call = _call(q, k, v, a, dout, out)
     a = a._replace(left=call.left, right=call.right)
-    return _chosen(call).backward(dout, q, k, v, out, lse.contiguous(), a)
+    return _chosen(call, q.device).backward(dout, q, k, v, out, lse.contiguous(), a)

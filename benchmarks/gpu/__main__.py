@@ -39,7 +39,7 @@ PARTS = (
     Part("overlap", 40, ("overlap.json",)),
     Part("training", 150, ("training.json",)),
     Part("moe", 110, ("moe.json",)),
-    Part("memory", 220, ("memory.json",)),
+    Part("memory", 270, ("memory.json",)),
     Part("compiled_ops", 200, ("compiled_ops.jsonl",)),
 )
 SOURCES = ("accel", "csrc", "benchmarks", "examples", "tests", "setup.py")

@@ -9,7 +9,7 @@
 // A row that its threads can hold in registers is read from memory once; a longer one is read three times
 // forward and twice backward, but once from memory: then from a cache. Backward, P programs take rows in turn
 // and sum dweight and dbias over theirs. Rows that fit a ring go by row_ring.h: of 64 Mi elements on an H200
-// they took 129 us (of 4096) and 114 (of 8192), and straight from memory 215 and 235.
+// they took 127 us (of 4096) and 114 (of 8192), and straight from memory 215 and 235.
 
 namespace accel::cuda {
 namespace {

@@ -3,8 +3,8 @@
 // memory while it works on those before. Shorter rows share the block; rows of 512 threads have two blocks,
 // in a cluster, that tell each other their sums.
 //
-// RMSNorm of 64 Mi elements, bf16, on an H200: 101 us for rows of 4096, 102 of 8192 (99 and 101 by kernels
-// written out for one shape each, and 104 of 16384); straight from memory, 512 threads for each processor,
+// RMSNorm of 64 Mi elements, bf16, on an H200: 101 us for rows of 4096, 102 of 8192, 106 of 16384 (99, 101 and
+// 104 by kernels written out for one shape each); straight from memory, 512 threads for each processor,
 // 108 to 110. What counts is how much a processor works on at once: 32 KB, as here, are fast; 48 KB (three
 // rows of 128 threads) and 64 (512 threads) took 107 to 113, 16 took 113. Rings of two stages to five took
 // the same.

@@ -19,12 +19,16 @@ from tests.ops.test_attention import qkv, starts
 HOPPER = Call((9, 0), torch.bfloat16, 4096, 4096, 1, 32, 8, 128, 128, right=0)
 A100 = HOPPER._replace(capability=(8, 0))
 PACK = HOPPER._replace(sequences=8, same_starts=True)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.delenv(backends.VARIABLE, raising=False)
-    caches = (backends._chosen, backends._missing, backends._log_once, backends._module)
+    caches = (
+        *(backends._chosen, backends._missing, backends._mistake),
+        *(backends._log_once, backends._module),
+    )
     for cache in caches:
         cache.cache_clear()
     yield
@@ -52,7 +56,8 @@ ALL = tuple(BACKENDS)
 @pytest.mark.parametrize(
     ("call", "there", "chosen"),
     [
-        (HOPPER, ALL, "flash3"),
+        (HOPPER, ALL, "flash4"),
+        (HOPPER, ("flash3", "cudnn", "flash2", "flash"), "flash3"),
         (HOPPER, ("cudnn", "flash2", "flash"), "cudnn"),
         (HOPPER, ("flash2", "flash"), "triton"),
         (HOPPER._replace(capability=(10, 0)), ALL, "flash4"),
@@ -160,9 +165,10 @@ def test_the_environment_puts_one_first(installed, monkeypatch):
     assert backends.plan(HOPPER) == ("triton", ())
     monkeypatch.setenv(backends.VARIABLE, "cudnn")
     assert backends.plan(HOPPER).backend == "cudnn"
-    assert backends.plan(PACK) == ("flash3", (("cudnn", "a pack of sequences"),))
+    refused = (("cudnn", "a pack of sequences"), ("flash4", "a pack of sequences on sm_90"))
+    assert backends.plan(PACK) == ("flash3", refused)
     monkeypatch.setenv(backends.VARIABLE, "auto")
-    assert backends.plan(HOPPER).backend == "flash3"
+    assert backends.plan(HOPPER).backend == "flash4"
 
 
 def test_an_unknown_name_is_one_error(monkeypatch):
@@ -176,12 +182,12 @@ def test_says_once_what_runs_and_why_not_the_others(installed, caplog):
     installed("cudnn")
     with caplog.at_level(logging.INFO, logger="accel"):
         for _ in range(3):
-            assert backends._chosen(HOPPER).name == "cudnn"
-        assert backends._chosen(HOPPER._replace(num_queries=2048, num_keys=2048)).name == "cudnn"
-    assert [r.getMessage() for r in caplog.records] == [
-        "attention on CUDA: cudnn (not flash3: not installed)"
-    ]
-    assert backends.describe((9, 0)) == "cudnn (not flash3: not installed)"
+            assert backends._chosen(HOPPER, CPU).name == "cudnn"
+        shorter = HOPPER._replace(num_queries=2048, num_keys=2048)
+        assert backends._chosen(shorter, CPU).name == "cudnn"
+    said = "cudnn (not flash4: not installed; not flash3: not installed)"
+    assert [r.getMessage() for r in caplog.records] == [f"attention on CUDA: {said}"]
+    assert backends.describe((9, 0)) == said
 
 
 def test_packages_that_are_not_there_say_how_to_get_them():
@@ -507,6 +513,63 @@ def test_dense_calls(name, case, fakes):
     assert BACKENDS[name].missing() is None or name == "cudnn"
     arguments = Arguments(None, None, None, 0.2, left, right, 0.0)
     compare(name, qkv(33, 33, 2, 4, 2, 16), arguments, window=(left, right))
+
+
+SMALL = HOPPER._replace(heads=4, kv_heads=2, width=16, value_width=16)
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"right": -1}, {"left": 200}, {"num_keys": 4100}, {"sequences": 7}]
+)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_package_that_is_right_passes_its_trial(name, change, fakes):
+    call = SMALL._replace(**change, same_starts="sequences" in change)
+    assert backends._tried(BACKENDS[name], backends.trial_of(call), CPU) is None
+
+
+def test_a_trial_is_a_small_call_of_the_same_kind():
+    assert backends.trial_of(HOPPER) == HOPPER._replace(
+        num_queries=320, num_keys=320, heads=8, kv_heads=2
+    )
+    decode = HOPPER._replace(num_queries=1, batch=7, kv_heads=32, left=9)
+    assert backends.trial_of(decode) == decode._replace(
+        num_queries=320, num_keys=384, batch=2, heads=2, kv_heads=2
+    )
+    for call in (HOPPER, decode, PACK):
+        assert not backends.trial_of(call).blind_queries
+
+
+def _scaled_gradient(*args, dk, **options):
+    flash4_backward(*args, dk=dk, **options)
+    dk.mul_(1.1)
+
+
+def _raising(*args, **options):
+    raise AssertionError("not on this GPU\nat all")
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong", "reason"),
+    [
+        ("_flash_attn_bwd", _scaled_gradient, "its dk was off by 0.1 in a trial"),
+        ("_flash_attn_bwd", lambda *args, **options: None, "its dq was off by 1 in a trial"),
+        ("_flash_attn_fwd", _raising, "a trial raised AssertionError: not on this GPU"),
+    ],
+)
+def test_a_package_that_is_wrong_is_told_and_not_used(
+    function, wrong, reason, fakes, installed, monkeypatch, caplog
+):
+    installed("flash4", "flash3")
+    # what is not written is not by chance what it should be
+    monkeypatch.setattr(backends, "_results", lambda t, width, a: t.new_zeros(*t.shape[:-1], width))
+    monkeypatch.setattr(sys.modules[MODULES["flash4"]], function, wrong)
+    with caplog.at_level(logging.WARNING, logger="accel"):
+        decision = backends.plan(SMALL, CPU)
+        assert backends._chosen(SMALL, CPU).name == "flash3"
+    assert decision == ("flash3", (("flash4", reason),))
+    assert [r.getMessage() for r in caplog.records] == [
+        f"attention on CUDA: flash4 is not used: {reason}"
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -317,10 +317,12 @@ def test_the_table_names_the_kernel_of_cuda(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("ACCEL_ATTENTION_BACKEND", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(_attention_backends, "_missing", lambda name: {"flash3": "no"}.get(name))
+    monkeypatch.setattr(
+        _attention_backends, "_missing", lambda name: {"flash4": "no", "flash3": "no"}.get(name)
+    )
     context = Context("cuda", "0.19.2", argparse.Namespace())
     (note,) = choose_backend(context)
-    assert note == "attention on CUDA: cudnn (not flash3: no)"
+    assert note == "attention on CUDA: cudnn (not flash4: no; not flash3: no)"
     monkeypatch.setenv("ACCEL_ATTENTION_BACKEND", "fastest")
     with pytest.raises(
         ValueError, match="ACCEL_ATTENTION_BACKEND='fastest': use one of auto, flash4"

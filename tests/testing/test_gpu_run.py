@@ -383,6 +383,12 @@ def test_peers_are_packed_and_unpacked(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path / "site" / "shared")) == ["first", "second"]
 
 
+def test_kernels_are_built_for_the_gpu_that_is_there():
+    assert build.architectures((9, 0)) == {"ACCEL_CUDA_ARCHS": "90"}
+    assert build.architectures((10, 0)) == {"ACCEL_CUDA_ARCHS": "100"}
+    assert build.architectures((8, 9)) == {}  # runs what is built for 80
+
+
 def test_the_hosts_time_has_a_target_of_its_own():
     (work,) = small(toy=True)
     times = Times(graph=1.0, eager=1.0, host=81.0, spread=(1.0, 1.0))
