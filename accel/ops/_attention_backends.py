@@ -668,19 +668,20 @@ def _tried(backend: Backend, call: Call, device: torch.device) -> str | None:
         starts = torch.tensor([0, 100, 190, call.num_queries], dtype=torch.int32)
     there = None if starts is None else starts.to(device)
     arguments = Arguments(there, there, None, call.width**-0.5, call.left, call.right, 0.0)
-    on_device = [t.to(device) for t in (q, k, v)]
+    qkv = (q.to(device), k.to(device), v.to(device))
     try:
-        out, lse = backend.forward(*on_device, arguments)
-        grads = backend.backward(dout.to(device), *on_device, out, lse, arguments)
+        out, lse = backend.forward(*qkv, arguments)
+        grads = backend.backward(dout.to(device), *qkv, out, lse, arguments)
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
         return f"a trial raised {type(error).__name__}: {first_line[:200]}"
-    options = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "window": (call.left, call.right)}
-    wide = [t.float() for t in (q, k, v)]
-    right_out, right_lse = attention_ref(*wide, **options)
-    right = attention_gradients_ref(dout.float(), *wide, right_out, right_lse, **options)
+    window = (call.left, call.right)
+    options: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "window": window}
+    q, k, v, dout = q.float(), k.float(), v.float(), dout.float()
+    right = attention_ref(q, k, v, **options)
+    right_grads = attention_gradients_ref(dout, q, k, v, *right, **options)
     names = ("out", "lse", "dq", "dk", "dv")
-    pairs = zip((out, lse, *grads), (right_out, right_lse, *right), strict=True)
+    pairs = zip((out, lse, *grads), (*right, *right_grads), strict=True)
     for what, (got, wanted) in zip(names, pairs, strict=True):
         off = float((got.cpu().float() - wanted).norm() / wanted.norm())
         if not off <= ERROR_OF_A_TRIAL:  # so is NaN
