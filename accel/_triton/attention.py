@@ -319,16 +319,17 @@ def _forward(
 @triton.jit
 def _delta(
     dout, out, lse, offset, delta, stride_dt, stride_db, stride_dh, stride_ot, stride_ob, stride_oh,
-    num_heads, tokens, scale, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
+    num_blocks, num_heads, tokens, scale, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Minus delta [B, H, Q], the products of rows of dout and out, and the offset of scores, -lse / scale.
 
     Both are what products of matrices start from, rather than 0: p = e^(scale (offset + q k)). Where a
     query sees no key, the offset is minus infinity and p is 0.
     """
-    index = tl.program_id(0).to(tl.int64)  # of up to 2^31; the second of a grid ends at 65535
+    program = tl.program_id(0).to(tl.int64)  # of up to 2^31; the second of a grid ends at 65535
+    index, block = program // num_blocks, program % num_blocks
     sequence, head = index // num_heads, index % num_heads
-    rows = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    rows = block * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_E)
     dout += sequence * stride_db + head * stride_dh
     out += sequence * stride_ob + head * stride_oh
@@ -927,7 +928,7 @@ def forward(
         q, k, v, out, lse, *p.starts, p.seed, *_strides(q), *_strides(k), *_strides(v),
         p.batch, p.num_heads, p.group, *p.sizes(num_blocks, p.heads_at_once(p.group)),
         scale * math.log2(math.e), *p.numbers(),
-        **p.constants(blocks, p.num_keys % blocks.keys > 0, q, k, v),
+        **p.constants(blocks, p.num_keys % blocks.keys > 0, q, k, v, out),
     )  # fmt: skip
     return out, lse
 
@@ -965,9 +966,11 @@ def backward(
     if out.numel() == 0 or k.numel() == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     offset, delta = torch.empty_like(lse), torch.empty_like(lse)
+    num_blocks = ceil_div(p.num_queries, DELTA_ROWS)
     launch(
-        _delta, (p.batch * p.num_heads, ceil_div(p.num_queries, DELTA_ROWS)),
-        dout, out, lse, offset, delta, *_strides(dout), *_strides(out), p.num_heads, p.num_queries, scale,
+        _delta, (p.batch * p.num_heads * num_blocks,),
+        dout, out, lse, offset, delta, *_strides(dout), *_strides(out),
+        num_blocks, p.num_heads, p.num_queries, scale,
         E=p.value_width, BLOCK_E=next_power_of_2(p.value_width), ROWS=DELTA_ROWS, num_warps=4,
     )  # fmt: skip
     dk, dv = _gradients_of_k_and_v(p, dout, q, k, v, offset, delta)

@@ -213,8 +213,10 @@ def _suits_library(*tensors: Tensor) -> bool:
 
 
 def _library_product(x: Tensor, weight: Tensor, counts_E: Tensor, transpose_b: bool) -> Tensor:
+    """Its rows begin at multiples of 16 bytes: contiguous are those of whole ones."""
     offsets_E = counts_E.cumsum(0, dtype=torch.int32)
-    return torch._grouped_mm(x, weight.transpose(1, 2) if transpose_b else weight, offsets_E)
+    matrices = weight.transpose(1, 2) if transpose_b else weight
+    return torch._grouped_mm(x, matrices, offsets_E).contiguous()
 
 
 def _library_wgrad(left: Tensor, right: Tensor, counts_E: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ very bits of the sum and `accel.ops.rms_norm` one after the other.
 
 A norm takes what it finds only if its input still is that sum: unchanged, and a result of the same node of
 autograd's graph, which it no longer is where it comes out of another function, as out of the checkpoint of a
-whole layer. Where a norm's input is a copy, it finds nothing. A sum whose norm nobody took is left alone from
-then on.
+whole layer; and if nobody asks for the sum's gradient, of which the norm's part would be missing. Where a
+norm's input is a copy, it finds nothing. A sum whose norm nobody took is left alone from then on.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ class _Note(NamedTuple):
     """The sum's, as autograd counts changes in place."""
 
     def holds(self, total: Tensor) -> bool:
-        """Whether `normed` is the norm of `total`, with a gradient that goes where that of `total` goes."""
+        """Whether `normed` is the norm of `total`, with a gradient that goes where that of `total` goes, and
+        need not go through `total` itself."""
         return (
             self.normed is not None
             and self.normed.grad_fn is total.grad_fn
             and self.version == total._version
+            and not (total._backward_hooks or total.retains_grad)
         )
 
 
@@ -75,7 +77,7 @@ class ResidualSum:
         if self._unread:
             self.alone, self._unread, self.norm = True, False, None
         norm = self.norm
-        if norm is None or not _fits(x, bias, residual):
+        if norm is None or not _is_whole(norm.weight) or not _fits(x, bias, residual):
             return None
         normed, total = add_rms_norm(
             x, residual, norm.weight, norm.eps, bias=bias, zero_centered=norm.zero_centered
@@ -102,6 +104,12 @@ def norm_of(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tenso
     """The norm that was computed when x was; None if it was not."""
     note: _Note | None = vars(x).pop(_NOTE, None)
     return note and note.of.read(x, note, Norm(weight, eps, zero_centered))
+
+
+def _is_whole(weight: Tensor) -> bool:
+    """FSDP's weights are there, or no shards, only while their own module runs."""
+    is_sharded = hasattr(weight, "__fsdp_param__") or hasattr(weight, "_local_tensor")
+    return not is_sharded and weight.untyped_storage().size() > 0
 
 
 def _fits(x: Tensor, bias: Tensor | None, residual: Tensor) -> bool:

@@ -621,6 +621,8 @@ def plan(call: Call, device: torch.device | None = None) -> Plan:
 def trial_of(call: Call) -> Call:
     """A small call of the same kind: the same mask, more or fewer keys than queries, heads in groups."""
     more_keys = max(-64, min(call.num_keys - call.num_queries, 64))
+    if call.sequences is not None:  # they begin where those of the queries do
+        more_keys = max(0, more_keys)
     groups = min(call.kv_heads, 2)
     return call._replace(
         num_queries=TOKENS_OF_A_TRIAL,
@@ -636,12 +638,7 @@ def trial_of(call: Call) -> Call:
 
 @functools.lru_cache(maxsize=4096)
 def _mistake(name: str, call: Call, device: torch.device) -> str | None:
-    """What a library computes wrongly in this call, or raises; None if it is right.
-
-    Not tried while a CUDA graph is captured, which could not wait for the result.
-    """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None
+    """What a library computes wrongly in this call, or raises; None if it is right."""
     reason = _tried(BACKENDS[name], call, device)
     if reason is not None:
         logger.warning("attention on CUDA: %s is not used: %s", name, reason)
@@ -692,9 +689,30 @@ def _tried(backend: Backend, call: Call, device: torch.device) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def _chosen(call: Call, device: torch.device) -> Backend:
     """Decided once for each kind of call, as long as the process lives."""
+    if _is_capturing(device):  # no trial could be waited for; what is not returned is not kept
+        raise _Untried
     decision = plan(call, device)
     _log_once(str(decision))
     return BACKENDS[decision.backend]
+
+
+class _Untried(Exception):
+    """A CUDA graph is captured of a call of a kind that came never before."""
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _choose(call: Call, device: torch.device) -> Backend:
+    """As tried; while a graph is captured, one of PyTorch's or ours where none has been chosen before."""
+    try:
+        return _chosen(call, device)
+    except _Untried:
+        names = (n for n in preference(call.capability) if not BACKENDS[n].is_package)
+        return next(
+            BACKENDS[n] for n in names if not (BACKENDS[n].unsupported_reason(call) or _missing(n))
+        )
 
 
 @functools.cache
@@ -766,7 +784,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, T
         return _triton_forward(q, k, v, a)
     call = _call(q, k, v, a)
     a = a._replace(left=call.left, right=call.right)
-    return _chosen(call, q.device).forward(q, k, v, a)
+    return _choose(call, q.device).forward(q, k, v, a)
 
 
 def backward(
@@ -778,4 +796,4 @@ def backward(
         return _triton_backward(dout, q, k, v, out, lse, a)
     call = _call(q, k, v, a, dout, out)
     a = a._replace(left=call.left, right=call.right)
-    return _chosen(call, q.device).backward(dout, q, k, v, out, lse.contiguous(), a)
+    return _choose(call, q.device).backward(dout, q, k, v, out, lse.contiguous(), a)

@@ -12,7 +12,7 @@ import torch
 
 from accel.ops import _native, _npu, _triton
 
-__all__ = ["forget", "log_fallback", "missing_kernel", "refuse_derivative"]
+__all__ = ["forget", "log_fallback", "missing_kernel", "refuse_derivative", "warn_once"]
 
 # PyTorch's dispatch key for each device. "npu" is an out-of-tree backend on the key kept for those.
 DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "npu": "PrivateUse1", "meta": "Meta"}
@@ -62,6 +62,12 @@ def _log_fallback_once(op: str, reason: str) -> None:
 def log_fallback(op: str, reason: str) -> None:
     """Say once per distinct reason that `op` takes the slow way."""
     _log_fallback_once(op, reason)
+
+
+@functools.cache
+def warn_once(feature: str, message: str) -> None:
+    """Say once what a feature does otherwise than one would think."""
+    logger.warning("%s: %s", feature, message)
 
 
 def refuse_derivative(op: str) -> None:

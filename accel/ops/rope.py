@@ -157,6 +157,27 @@ class _OneAngle:
         return bool(self.said)
 
 
+class _Written:
+    """When kernels of a stream have computed tensors, for readers on others."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = [t for t in tensors if t.is_cuda]
+        if self.tensors:
+            self.stream = torch.cuda.current_stream(self.tensors[0].device)
+            self.when = torch.cuda.Event()
+            self.when.record(self.stream)
+
+    def wait(self) -> None:
+        """Let the current stream read them."""
+        if not self.tensors:
+            return
+        stream = torch.cuda.current_stream(self.tensors[0].device)
+        if stream != self.stream:
+            stream.wait_event(self.when)
+            for t in self.tensors:
+                t.record_stream(stream)
+
+
 class Tables(NamedTuple):
     """cos and sin, fp32 `[rows, 1 or B, R]`, or `[..., R/2]` where both members of a pair have one
     angle."""
@@ -165,6 +186,12 @@ class Tables(NamedTuple):
     sin: Tensor
     one_angle: _OneAngle | None = None
     """Asked, and not yet answered."""
+    written: _Written | None = None
+    """Where they are kept."""
+
+
+VIEWS_KEPT = 16
+"""Of one tensor of angles: more than the layers, ranks and micro-batches of a training step ask for."""
 
 
 class _TablesOfFreqs:
@@ -187,11 +214,19 @@ class _TablesOfFreqs:
         if key not in tables_by_view:
             for stale in [k for k in tables_by_view if k[4] != freqs._version]:
                 del tables_by_view[stale]
+            if len(tables_by_view) == VIEWS_KEPT:  # generation asks for another length each time
+                del tables_by_view[next(iter(tables_by_view))]
             tables = _tables(freqs, layout, mscale)
-            tables_by_view[key] = tables._replace(one_angle=_OneAngle(tables))
-        if tables_by_view[key].one_angle is not None:
-            tables_by_view[key] = _without_twins(tables_by_view[key])
-        return tables_by_view[key]
+            one_angle = _OneAngle(tables)
+            tables_by_view[key] = tables._replace(
+                one_angle=one_angle, written=_Written(tables.cos, tables.sin)
+            )
+        tables = tables_by_view[key]
+        if tables.written is not None:
+            tables.written.wait()
+        if tables.one_angle is not None:
+            tables = tables_by_view[key] = _without_twins(tables)
+        return tables
 
 
 _TABLES = _TablesOfFreqs()
@@ -214,7 +249,7 @@ def _without_twins(tables: Tables) -> Tables:
     cos, sin = tables.cos, tables.sin
     if same:
         cos, sin = (t.chunk(2, dim=-1)[0].contiguous() for t in (cos, sin))
-    return Tables(cos, sin)
+    return Tables(cos, sin, written=_Written(cos, sin))
 
 
 def _is_capturing(freqs: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accel.layers.grouped_linear import GroupedLinear
 from accel.parallel.experts.exchange import Experts, Product
-from accel.patches.grouped_gemm import sequential_reason
+from accel.patches.grouped_gemm import altered_reason, sequential_reason
 
 __all__ = ["experts_of", "reason"]
 
@@ -46,8 +46,8 @@ def _grouped_reason(module: Any) -> str | None:
             return "experts with biases"
         if layer.layout.delayed is not None:
             return "--delay-wgrad-compute"
-        if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-            return "linear layers with hooks"
+        if altered := altered_reason(layer, "linear layers"):
+            return altered
     return None
 
 

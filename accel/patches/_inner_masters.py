@@ -110,9 +110,12 @@ def built(build: Callable[..., Any]) -> Callable[..., Any]:
         ours = config.use_precision_aware_optimizer and not config.optimizer_cpu_offload
         if not ours or not (wanted or FLAG in WANTED):
             return build(config, model_chunks, *args, **kwargs)
-        if wanted and any(
-            c.ddp_config.use_megatron_fsdp for c in model_chunks if hasattr(c, "ddp_config")
-        ):
+        if any(c.ddp_config.use_megatron_fsdp for c in model_chunks if hasattr(c, "ddp_config")):
+            if not wanted:
+                raise ValueError(
+                    "--use-precision-aware-optimizer and --use-megatron-fsdp need Transformer Engine: "
+                    "accel's Adam takes no shards of FSDP; leave one out"
+                )
             flag = "--accel-" + wanted[0].replace("_", "-")
             raise ValueError(f"{flag} and Megatron-FSDP: {ELSEWHERE}")
         adam = functools.partial(HostAdam, host=WANTED[HOST]()) if HOST in wanted else None

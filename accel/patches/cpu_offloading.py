@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.feature import Feature
+from accel.feature import Context, Feature
 from accel.memory.swap import MIN_BYTES, Chain, Swap
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE, te_serves
@@ -108,6 +108,15 @@ def ending_with_the_block(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward_
 
 
+def _prepare(context: Context) -> list[str]:
+    args = context.args
+    patterns = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    hybrid = any(getattr(args, pattern, None) for pattern in patterns)
+    if not hybrid or not getattr(args, "cpu_offloading_num_layers", 0):
+        return []
+    return ["--cpu-offloading-num-layers: hybrid models do not ask for it, nothing moves"]
+
+
 FEATURE = Feature(
     name="cpu_offloading",
     summary="serve Megatron's --cpu-offloading-num-layers without Transformer Engine",
@@ -115,6 +124,7 @@ FEATURE = Feature(
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
     idle=te_serves,
+    prepare=_prepare,
     patches=(
         Patch(
             target=f"{_BLOCK}:get_cpu_offload_context",

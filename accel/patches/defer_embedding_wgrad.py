@@ -1,7 +1,7 @@
 """``--defer-embedding-wgrad-compute``: the output layer's gradient is there before it is reduced.
 
 Upstream computes that gradient after the last backward pass of the pipeline, from inputs and gradients that
-it has kept. Three things are wrong there, two of them without a word:
+it has kept. Four things are wrong there, three of them without a word:
 
 ``--overlap-grad-reduce``  the bucket with the weight is reduced when its backward passes have run, before the
                            gradient is there. Here the reduction begins after it.
@@ -10,6 +10,8 @@ it has kept. Three things are wrong there, two of them without a word:
                            says so.
 the local spec             asks every column-parallel layer for a list that only the output layer was given.
                            Here the others have one that keeps nothing.
+evaluation                 keeps all inputs of the output layer until the next training step. Here it keeps
+                           none.
 """
 
 from __future__ import annotations
@@ -61,12 +63,36 @@ def with_a_list(upstream: Callable[..., None]) -> Callable[..., None]:
         upstream(self, *args, **kwargs)
         if not self.config.defer_embedding_wgrad_compute:
             return
+        if getattr(
+            self.config, "mtp_num_layers", None
+        ):  # where no command line has switched it off
+            raise ValueError(
+                f"defer_embedding_wgrad_compute=True with mtp_num_layers={self.config.mtp_num_layers}: "
+                "upstream adds the output layer's gradient to another weight; set it to False"
+            )
         if self.embedding_activation_buffer is None:
             self.embedding_activation_buffer = Nothing()
         elif self.weight is not None:
             setattr(self.weight, _ATTRIBUTE, Deferred(self.grad_output_buffer))
 
     return __init__
+
+
+def keeping_for_a_backward_pass(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``ColumnParallelLinear.forward``."""
+
+    @functools.wraps(upstream)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = self.embedding_activation_buffer
+        if kept is None or torch.is_grad_enabled():
+            return upstream(self, *args, **kwargs)
+        self.embedding_activation_buffer = Nothing()
+        try:
+            return upstream(self, *args, **kwargs)
+        finally:
+            self.embedding_activation_buffer = kept
+
+    return forward
 
 
 def when_all_are_there(upstream: Callable[..., None]) -> Callable[..., None]:
@@ -130,6 +156,12 @@ FEATURE = Feature(
             replacement=f"{_HERE}:with_a_list",
             how="wrap",
             why="Upstream appends to a list that layers but the output layer do not have.",
+        ),
+        Patch(
+            target=f"{_LAYERS}:ColumnParallelLinear.forward",
+            replacement=f"{_HERE}:keeping_for_a_backward_pass",
+            how="wrap",
+            why="Upstream keeps inputs that have no backward pass.",
         ),
         Patch(
             target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",

@@ -9,7 +9,12 @@ specs, whose norms are modules or parts of linear layers, the norm behind the la
 Where dropout is on, the stream is kept in fp32 (``--fp32-residual-connection``), or a layer is computed again
 as a whole, so that its norm reads a copy, the two are computed apart. **Not with** norms that are
 recomputed or whose inputs are swapped, with ``--overlap-param-gather`` and FSDP, where a norm's weight may
-not be there yet when the sum before it is computed, and with CUDA graphs.
+not be there yet when the sum before it is computed, and with CUDA graphs; in a program that has no command
+line, each layer's configuration and the wrappers of the model are asked.
+
+A layer's output, as ``torch.autograd.grad`` is given it, has the gradient that comes past the next norm, not
+that through it. Where the output has a hook, or keeps its gradient, the two are computed apart from the next
+pass on, and this one's norm is computed again: the gradient is whole.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from torch import Tensor
 
 from accel.feature import Context, Feature
 from accel.layers.residual import ResidualSum, norm_of
+from accel.ops._dispatch import warn_once
 from accel.patches._kernels import kernels
 from accel.patches._layers import MAMBA_LAYER, TRANSFORMER_LAYER
 from accel.patching import Patch
@@ -66,11 +72,30 @@ def with_sums(init: Callable[..., None]) -> Callable[..., None]:
         from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
         init(self, *args, **kwargs)
+        if reason := _unfit(self.config):
+            warn_once("fused_add_norm", f"sums and norms are computed apart: {reason}")
+            return
         for name in SUMS:
             if hasattr(self, name) and getattr(self, name) is get_bias_dropout_add:
                 setattr(self, name, AddThenNorm(get_bias_dropout_add))
 
     return __init__
+
+
+def gathering_late(upstream: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``DistributedDataParallel.enable_forward_pre_hook``: a weight comes when its own module runs."""
+
+    @functools.wraps(upstream)
+    def enable(self: Any) -> None:
+        if _ON:
+            warn_once(
+                "fused_add_norm",
+                "sums and norms are computed apart: parameters are gathered beside the forward pass",
+            )
+            _ON.clear()
+        upstream(self)
+
+    return enable
 
 
 def finding_it(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -92,12 +117,17 @@ def _refuses(context: Context) -> str | None:
         if getattr(args, name, False):
             flag = "--" + name.replace("_", "-")
             return f"{flag}: a norm's weight may come after the sum before it is computed"
-    if "layernorm" in (getattr(args, "recompute_modules", None) or ()):
+    return _unfit(args)
+
+
+def _unfit(options: Any) -> str | None:
+    """Why not with these, of the command line or of a ``TransformerConfig``."""
+    if "layernorm" in (getattr(options, "recompute_modules", None) or ()):
         return "--recompute-modules layernorm frees what the norm gave"
-    offloaded = getattr(args, "offload_modules", None) or ()
+    offloaded = getattr(options, "offload_modules", None) or ()
     if norms := [name for name in offloaded if name in ("attn_norm", "mlp_norm")]:
         return f"--offload-modules {norms[0]}: what the norm holds was saved with the sum before it"
-    graphs = getattr(args, "cuda_graph_impl", None) or "none"
+    graphs = getattr(options, "cuda_graph_impl", None) or "none"
     return None if graphs == "none" else f"not with --cuda-graph-impl {graphs}"
 
 
@@ -140,6 +170,14 @@ FEATURE = Feature(
                 why="Each addition of a layer learns by itself which norm reads it.",
             )
             for layer in (TRANSFORMER_LAYER, MAMBA_LAYER)
+        ),
+        Patch(
+            target="megatron.core.distributed.distributed_data_parallel:DistributedDataParallel."
+            "enable_forward_pre_hook",
+            replacement=f"{_HERE}:gathering_late",
+            how="wrap",
+            expects=("self",),
+            why="A weight that is gathered when its module runs is not there when the sum is computed.",
         ),
         Patch(
             target="accel.layers.norm:rms_norm",

@@ -75,16 +75,16 @@ def sequential_reason(experts: Any) -> str | None:
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         return "parameters sharded by GTP"
     for expert in experts.local_experts:
-        if _hooked(expert):
-            return "experts with hooks"
+        if reason := altered_reason(expert, "experts"):
+            return reason
         for layer, kind in (
             (expert.linear_fc1, ColumnParallelLinear),
             (expert.linear_fc2, RowParallelLinear),
         ):
             if type(layer) is not kind:
                 return f"a linear layer of type {type(layer).__name__} without --moe-grouped-gemm"
-            if _hooked(layer) or layer._forward_pre_hooks_with_kwargs:
-                return "linear layers with hooks"
+            if reason := altered_reason(layer, "linear layers"):
+                return reason
             if type(layer.weight) is not torch.nn.Parameter or hasattr(
                 layer.weight, "__fsdp_param__"
             ):
@@ -92,8 +92,19 @@ def sequential_reason(experts: Any) -> str | None:
     return None
 
 
-def _hooked(module: torch.nn.Module) -> bool:
-    return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+def altered_reason(module: torch.nn.Module, name: str) -> str | None:
+    """What somebody has put on a module that only a call of its own would heed; None if nothing."""
+    if "forward" in vars(module):
+        return f"{name} with a forward of their own"
+    hooks = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if any(hooks) or not all(map(_gathers, module._forward_pre_hooks.values())):
+        return f"{name} with hooks"
+    return None
+
+
+def _gathers(hook: Callable[..., Any]) -> bool:
+    """Whether it is Megatron's own, of overlapped parameter gathering: it changes no input."""
+    return "._make_forward_pre_hook." in getattr(hook, "__qualname__", "")
 
 
 def grouped_forward(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -184,7 +184,11 @@ def _layer_needs_logits(layer: Any, weight: Any, gather: bool | None) -> str | N
         f"the output layer is a {type(layer).__name__}": type(layer) is not ColumnParallelLinear,
         "the output layer has a bias": layer.bias is not None,
         "the output layer gathers its logits": gathers and layer.tp_group.size() > 1,
+        "the output layer has a forward of its own": "forward" in vars(layer),
         "hooks read what the output layer returns": bool(layer._forward_hooks),
+        "hooks read the output layer's gradients": bool(
+            layer._backward_hooks or layer._backward_pre_hooks
+        ),
         "the output layer's weight is sharded once more": getattr(layer, "gtp_remat_size", 1) > 1,
         "Megatron FSDP shards the weight": hasattr(weight, "__fsdp_param__"),
         "main_grad is not float32": main_grad is not None and main_grad.dtype != torch.float32,

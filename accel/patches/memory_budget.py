@@ -54,6 +54,7 @@ from accel.memory.layer_costs import (
 )
 from accel.memory.planner import CannotMeet, Layer, Plan, choose, table
 from accel.memory.recompute import Recomputed, Restorer
+from accel.ops._dispatch import warn_once
 from accel.patches import recompute_activation, swap_attention
 from accel.patches._inner_masters import HOST, SHARED, WANTED
 from accel.patches._kernels import kernels
@@ -70,6 +71,8 @@ NORMS, ACTIVATION, ATTENTION = "norms", "activation", "core attention"
 PARTS = (NORMS, ACTIVATION, ATTENTION)
 PATIENCE = 5
 """Iterations until a layer whose backward pass never came, for it is frozen, is taken to keep nothing."""
+CALLS_UNTIL_A_WORD = 8
+"""Of a layer's forward pass, where no iteration is measured."""
 TOLD_AT = 10
 """The iteration after which prediction and measurement are compared."""
 
@@ -199,6 +202,10 @@ class Planner:
     def run(self, layer: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer's forward pass."""
         if layer not in self.layers:
+            if self.plan is not None:
+                warn_once(
+                    "memory_budget", "layers that come after the plan are computed again as a whole"
+                )
             self.layers[layer] = Measured(self.swapping.block)
             switch(layer, frozenset())  # an earlier plan may have left something on
         measured = self.layers[layer]
@@ -209,6 +216,12 @@ class Planner:
             finally:
                 self.running = None
         measured.calls += 1
+        if measured.calls == CALLS_UNTIL_A_WORD and self.iteration == 0:
+            warn_once(
+                "memory_budget",
+                "layers are computed again as a whole until iterations of megatron.training's train_step are "
+                "measured",
+            )
         measured.outstanding += 1
         measured.in_flight = max(measured.in_flight, measured.outstanding)
         timed = measured.costs is None and measured.calls > 1

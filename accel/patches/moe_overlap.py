@@ -107,8 +107,9 @@ def counting_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         check_room(self.accel_counts, whole[:, -1].tolist(), getattr(self, "accel_layer", None))
         first, last = self.local_expert_indices[0], self.local_expert_indices[-1]
         here = counts[:, first : last + 1].contiguous()
-        self.num_out_tokens = sum(self.accel_counts[self.ep_rank])
-        self.input_splits = counts[self.ep_rank].view(self.ep_size, -1).sum(1).numpy()
+        rank = self.ep_group.rank()
+        self.num_out_tokens = sum(self.accel_counts[rank])
+        self.input_splits = counts[rank].view(self.ep_size, -1).sum(1).numpy()
         self.output_splits = here.sum(1).numpy()
         self.output_splits_tp = None
         if self.num_local_experts > 1:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from accel.feature import Feature
 from accel.memory.recompute import Recomputed
+from accel.ops._dispatch import warn_once
 from accel.patches._layers import NUM_LAYERS, Altered, FirstLayers, when_a_layer_is_built
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
@@ -42,9 +43,25 @@ def mark(layer: Any) -> None:
     """The MLPs of a layer."""
     from megatron.core.transformer.mlp import MLP
 
-    for module in layer.mlp.modules():
-        if isinstance(module, MLP):
-            setattr(module, MARK, True)
+    found = [module for module in layer.mlp.modules() if isinstance(module, MLP)]
+    for mlp in found:
+        setattr(mlp, MARK, True)
+    if not any(map(_is_called, found)) and any(True for _ in layer.mlp.parameters()):
+        kind = type(getattr(layer.mlp, "experts", layer.mlp)).__name__
+        warn_once(
+            "recompute_activation",
+            f"a {kind} keeps its activation (of experts: --recompute-modules moe_act)",
+        )
+
+
+def _is_called(mlp: Any) -> bool:
+    """Whether ``MLP.forward`` runs where this one does."""
+    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+    if isinstance(mlp, SharedExpertMLP):
+        return not mlp.config.moe_shared_expert_overlap  # else it runs in steps
+    return type(mlp).forward is MLP.forward
 
 
 LAYERS = FirstLayers()

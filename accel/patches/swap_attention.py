@@ -239,6 +239,13 @@ def refuses_graphs(context: Context) -> str | None:
     return f"not with --cuda-graph-impl {impl}: use none"
 
 
+def _idle(context: Context) -> str | None:
+    whole = getattr(context.args, "recompute_granularity", None) == "full"
+    if whole and getattr(context.args, "recompute_method", None) != "block":
+        return "--recompute-granularity full: layers that are computed again save nothing to swap"
+    return None
+
+
 FEATURE = Feature(
     name="swap_attention",
     summary="keep what attention saves for its backward pass in host memory, as far as the copies hide",
@@ -252,6 +259,7 @@ FEATURE = Feature(
         "cpu_offloading_num_layers": "both move what attention saves",
     },
     refuses=refuses_graphs,
+    idle=_idle,
     settings=(
         Setting(
             name="",

@@ -73,6 +73,8 @@ VERSIONS = {
     "megatron.core.models.mimo.partition.utils": "2.9.0",
     "megatron.core.models.multimodal.llava_model": "2.9.0",
     "megatron.core.datasets.t5_dataset": "2.9.0",
+    "megatron.core.ssm.mamba_context_parallel": "2.9.0",
+    _UTILS: "2.9.0",  # itself, for packs under context parallelism in 0.17
     EXPERTS: "2.14.0",
     "megatron.core.transformer.attention": "2.2.0",  # its gates behind that are FP8's and FP4's
     "megatron.core.transformer.transformer_config": "2.9.0",

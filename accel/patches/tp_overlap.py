@@ -61,6 +61,9 @@ def refused(context: Context) -> str | None:
     args = context.args
     if te_installed() and getattr(args, "transformer_impl", None) == "transformer_engine":
         return "Transformer Engine's layers have --tp-comm-overlap; these are for --transformer-impl local"
+    local = getattr(args, "transformer_impl", None) == "local"
+    if local and getattr(args, "use_megatron_fsdp", False):
+        return "--use-megatron-fsdp: upstream's own linear layers run in the local spec"
     return None
 
 

@@ -85,6 +85,14 @@ class TestKernel:
         for a, b in zip(got, on_device(by_rope)(qkv, freqs, head_dim), strict=True):
             assert torch.equal(a, b)
 
+    def test_gradients_that_begin_anywhere(self):
+        table = torch.rand(4, 1, 8, device=DEVICE)
+        gradients = [torch.randn(4, 2, n, 16, device=DEVICE) for n in (6, 3, 3)]
+        shifted = [torch.cat([g.new_zeros(1), g.flatten()])[1:].view_as(g) for g in gradients]
+        assert all(g.data_ptr() % 16 for g in shifted)
+        bwd = torch.ops.accel.qkv_rope_bwd
+        assert torch.equal(bwd(*shifted, table, table, False), bwd(*gradients, table, table, False))
+
     def test_members_of_a_pair_with_angles_of_their_own(self):
         freqs = angles(5, 16)
         freqs[..., :8] += 1

@@ -539,6 +539,21 @@ def test_a_trial_is_a_small_call_of_the_same_kind():
         assert not backends.trial_of(call).blind_queries
 
 
+def test_a_trial_of_a_pack_has_keys_for_all_of_its_tokens():
+    padded = PACK._replace(num_queries=8192, num_keys=8128, right=-1)
+    assert backends.trial_of(padded).num_keys == 320
+
+
+def test_what_comes_first_in_a_graph_is_no_package_and_is_not_kept(fakes, installed, monkeypatch):
+    installed("flash4", "cudnn")
+    monkeypatch.setattr(backends, "_is_capturing", lambda device: True)
+    assert backends._choose(SMALL, CPU).name == "cudnn"
+    monkeypatch.setattr(backends, "_is_capturing", lambda device: False)
+    assert backends._choose(SMALL, CPU).name == "flash4"
+    monkeypatch.setattr(backends, "_is_capturing", lambda device: True)
+    assert backends._choose(SMALL, CPU).name == "flash4", "tried before"
+
+
 def _scaled_gradient(*args, dk, **options):
     flash4_backward(*args, dk=dk, **options)
     dk.mul_(1.1)

@@ -187,6 +187,15 @@ class TestTables:
         rope(q, freqs, mscale=2.0)
         assert len(self.entries(freqs)) == 3
 
+    def test_few_views_are_kept(self):
+        """Generation without flash decode rotates one more key in each step."""
+        freqs = angles(64, 16)
+        for length in range(1, 65):
+            rope(draw(length, 1, 2, 16), freqs[:length])
+        assert len(self.entries(freqs)) == 16
+        x = draw(1, 1, 2, 16)
+        assert torch.equal(rope(x, freqs[:1])[0], rope(x, freqs[:1].clone())[0])
+
     def test_a_change_in_place_is_seen(self):
         q, freqs = draw(6, 1, 2, 16), angles(6, 16)
         rope(q, freqs)

@@ -10,7 +10,7 @@ import torch
 
 from accel.feature import Context, choose
 from accel.patches import cpu_offloading, swap_attention
-from accel.patches.cpu_offloading import OffloadedLayers, get_cpu_offload_context
+from accel.patches.cpu_offloading import FEATURE, OffloadedLayers, get_cpu_offload_context
 from tests.ops.contract import needs_native
 
 from .blocks import HIDDEN, TOKENS, at_once, block, gradients
@@ -93,6 +93,16 @@ def test_what_is_to_be_offloaded(caplog: pytest.LogCaptureFixture) -> None:
     context, _ = get_cpu_offload_context(True, 2, 4, True, True)
     assert context.num_layers == 2
     assert caplog.text.count("weights stay") == 2
+
+
+def test_hybrid_models_are_told_that_nothing_moves() -> None:
+    for given, lines in (
+        ({"cpu_offloading_num_layers": 2, "hybrid_layer_pattern": "M*"}, 1),
+        ({"cpu_offloading_num_layers": 2, "hybrid_layer_pattern": None}, 0),
+        ({"cpu_offloading_num_layers": 0, "hybrid_override_pattern": "M*"}, 0),
+    ):
+        said = FEATURE.prepare(Context("cpu", "0.19.2", SimpleNamespace(**given)))
+        assert len(said) == lines
 
 
 def test_two_that_move_the_same_exclude_each_other() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+import accel
 from accel.feature import Context
 from accel.patches import defer_embedding_wgrad as feature
 from accel.patches.defer_embedding_wgrad import Deferred, then_reducing, when_all_are_there
@@ -80,6 +81,49 @@ def test_layers_without_a_list_keep_nothing():
     assert Deferred.of(other.weight) is None
     assert made(False, None, None).embedding_activation_buffer is None
     assert Deferred.of(made(False, [], []).weight) is None
+
+
+def test_inputs_without_a_backward_pass_are_not_kept():
+    def forward(layer: Layer, x: Tensor) -> Tensor:
+        layer.embedding_activation_buffer.append(x)
+        return x
+
+    kept: list[Tensor] = []
+    output, x = made(True, kept, []), torch.ones(2)
+    keeping = feature.keeping_for_a_backward_pass(forward)
+    with torch.no_grad():
+        assert keeping(output, x) is x
+    assert output.embedding_activation_buffer is kept
+    assert not kept
+    keeping(output, x)
+    assert len(kept) == 1
+
+
+def test_a_configuration_with_multi_token_prediction_is_an_error():
+    config = SimpleNamespace(defer_embedding_wgrad_compute=True, mtp_num_layers=1)
+    with pytest.raises(ValueError, match="mtp_num_layers=1: upstream adds"):
+        feature.with_a_list(Layer.__init__)(Layer.__new__(Layer), config, [], [])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_any_number_of_gradients_can_be_put_off(count: int):
+    """Upstream's function raises UnboundLocalError for one."""
+    from megatron.core import utils
+
+    accel.enable(preset="off")
+    try:
+        group = SimpleNamespace(size=lambda: 1)
+        config = SimpleNamespace(sequence_parallel=False, gradient_accumulation_fusion=True)
+        inputs = [torch.randn(5, 1, 8) for _ in range(count)]
+        gradients = [torch.randn(5, 1, 4) for _ in range(count)]
+        expected = sum(dy[:, 0].t() @ x[:, 0] for x, dy in zip(inputs, gradients, strict=True))
+        weight = Parameter(torch.zeros(4, 8))
+        weight.main_grad = torch.zeros(4, 8)
+        utils.drain_embedding_wgrad_compute(config, inputs, gradients, weight, group)
+        assert (inputs, gradients) == ([], [])
+        torch.testing.assert_close(weight.main_grad, expected)
+    finally:
+        accel.disable()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import accel
 from accel.feature import Context
+from accel.ops._dispatch import warn_once
 from accel.patches import fused_add_norm
 from tests.layers.test_residual import counted
 from tests.ops.contract import needs_native
@@ -179,6 +180,80 @@ def test_evaluation_is_plain_and_loses_nothing() -> None:
             assert not together
             gradients(made.train())
         assert len(together) == SUMS
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["hook", "retain_grad"])
+def test_a_layers_output_has_its_whole_gradient_where_somebody_asks(kind: str) -> None:
+    """Not only what comes past the next norm; a hook that changes it changes all that comes before."""
+
+    def asking(made: Any) -> list[torch.Tensor]:
+        made.train()
+        kept: list[torch.Tensor] = []
+
+        def ask(layer: Any, args: Any, output: Any) -> None:
+            if kind == "hook":
+                output[0].register_hook(lambda grad: kept.append(grad.clone()) or grad * 2)
+            else:
+                output[0].retain_grad()
+                kept.append(output[0])
+
+        made.layers[0].register_forward_hook(ask)
+        found = [t for _ in range(3) for t in gradients(made)[0]]
+        assert len(kept) == 3
+        return [*found, *(t if kind == "hook" else t.grad for t in kept)]
+
+    with one_rank(fused_norm=True, te_layers=True):
+        expected = asking(model("local"))
+    with one_rank(fused_add_norm=True, te_layers=True), counted() as together:
+        found = asking(model("local"))
+    assert together, "all other sums are computed with their norms"
+    assert all(map(torch.equal, found, expected))
+
+
+@needs_native
+def test_parameters_that_are_gathered_when_their_module_runs_switch_it_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    warn_once.cache_clear()
+    with one_rank(fused_add_norm=True):
+        made = model("local", gradient_accumulation_fusion=False)
+        for overlapped in (False, True):
+            config = DistributedDataParallelConfig(
+                use_distributed_optimizer=True,
+                overlap_grad_reduce=overlapped,
+                overlap_param_gather=overlapped,
+            )
+            with caplog.at_level("WARNING", logger="accel"):
+                wrapped = DistributedDataParallel(made.config, config, made)
+            if overlapped:
+                wrapped.disable_forward_pre_hook(param_sync=False)
+            with counted() as together:
+                for _ in range(3):
+                    made.train()(torch.randn(TOKENS, 1, HIDDEN, requires_grad=True), None)
+            assert bool(together) is not overlapped
+    assert "gathered beside the forward pass" in caplog.text
+
+
+@needs_native
+def test_a_layer_whose_configuration_does_not_allow_it(caplog: pytest.LogCaptureFixture) -> None:
+    """A program without a command line has no flags to be asked."""
+    warn_once.cache_clear()
+    config = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    with one_rank(fused_norm=True, te_layers=True):
+        expected = three_passes(model("transformer_engine", **config))
+    with (
+        one_rank(fused_add_norm=True, te_layers=True),
+        counted() as together,
+        caplog.at_level("WARNING", logger="accel"),
+    ):
+        found = three_passes(model("transformer_engine", **config))
+    assert not together
+    assert "--recompute-modules layernorm" in caplog.text
+    for ours, stock in zip(found, expected, strict=True):
+        assert all(map(torch.equal, ours, stock))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 
 import pytest
@@ -121,6 +122,16 @@ def test_a_second_derivative_is_an_error() -> None:
             "linear layers with hooks",
         ),
         (
+            lambda e: e.local_experts[1].register_forward_pre_hook(lambda *a: None),
+            "experts with hooks",
+        ),
+        (
+            lambda e: setattr(
+                e.local_experts[3].linear_fc1, "forward", e.local_experts[3].linear_fc1.forward
+            ),
+            "linear layers with a forward of their own",
+        ),
+        (
             lambda e: setattr(e.local_experts[2], "linear_fc2", Renamed.of(e.local_experts[2])),
             "a linear layer of type Renamed without --moe-grouped-gemm",
         ),
@@ -155,11 +166,23 @@ class Renamed(torch.nn.Module):
 
 def test_parameter_gathering_is_waited_for() -> None:
     """Overlapped parameter gathering waits in forward pre-hooks of the modules that own parameters."""
+    from megatron.core.distributed import distributed_data_parallel as upstream
+
     with one_rank("off", grouped_gemm=True):
         layer = build()
-        waited = []
+        waited: list[str] = []
+
+        class DistributedDataParallel:
+            def _make_forward_pre_hook(self, name: str):
+                def hook(module: torch.nn.Module, *unused: object) -> None:
+                    waited.append(name)
+
+                return hook
+
+        own, upstreams = DistributedDataParallel(), upstream.DistributedDataParallel
+        assert "def hook(module, *unused)" in inspect.getsource(upstreams._make_forward_pre_hook)
         for name, module in layer.experts.named_modules():
-            module.register_forward_pre_hook(lambda m, *unused, n=name: waited.append(n))
+            module.register_forward_pre_hook(own._make_forward_pre_hook(name))
         step(layer)
     owners = {f"local_experts.{e}.linear_fc{i}" for e in range(EXPERTS) for i in (1, 2)}
     assert owners <= set(waited)

@@ -183,7 +183,24 @@ def test_who_needs_whole_logits_gets_them_and_one_line(caplog: pytest.LogCapture
 
             model.__class__ = type("Own", (kind,), {"compute_language_model_loss": loss})
 
-        changes = (hooked, "hooks read"), (own_loss, "a loss of its own"), (overridden, "a loss of")
+        def own_forward(model: Any) -> None:
+            stock = model.output_layer.forward
+
+            def forward(*a: Any, **options: Any) -> Any:
+                logits, bias = stock(*a, **options)
+                seen.append(logits)
+                return logits, bias
+
+            model.output_layer.forward = forward
+
+        def backward_hook(model: Any) -> None:
+            model.output_layer.register_full_backward_hook(lambda m, dx, dy: None)
+            hooked(model)
+
+        changes = (
+            *((hooked, "hooks read"), (own_loss, "a loss of its own"), (overridden, "a loss of")),
+            *((own_forward, "a forward of its own"), (backward_hook, "hooks read")),
+        )
         for change, reason in changes:
             model = build(1)
             model.load_state_dict(plain.state_dict())
@@ -194,7 +211,7 @@ def test_who_needs_whole_logits_gets_them_and_one_line(caplog: pytest.LogCapture
                 for _ in range(2):
                     torch.testing.assert_close(model(**batch()), expected)
             assert [reason in r.message for r in caplog.records] == [True]
-        assert [logits.shape for logits in seen] == [(SEQUENCE, BATCH, VOCABULARY)] * 6
+        assert [logits.shape for logits in seen] == [(SEQUENCE, BATCH, VOCABULARY)] * 10
     finally:
         stop()
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from accel.feature import Context, choose, read_settings
 from accel.parallel.experts import overlap
@@ -210,3 +211,31 @@ def test_switched_off_the_dispatcher_has_its_shared_experts_back(monkeypatch) ->
     assert layer.token_dispatcher.shared_experts is None
     off()
     assert layer.token_dispatcher.shared_experts is layer.shared_experts
+
+
+def test_a_rank_is_that_of_the_dispatchers_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core 0.17's dispatcher has no `ep_rank`."""
+    counts = [[2, 1, 0, 3], [1, 1, 1, 1]]
+
+    def gather(whole: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
+        whole.copy_(torch.tensor([[*row, 100] for row in counts]))
+
+    monkeypatch.setattr(moe_overlap.dist, "all_gather_into_tensor", gather)
+    monkeypatch.setattr(moe_overlap, "_room", lambda config, routing_map: 100)
+    monkeypatch.setattr(moe_overlap, "check_room", lambda counts, room, layer: None)
+    dispatcher = SimpleNamespace(
+        ep_size=2,
+        ep_group=SimpleNamespace(rank=lambda: 1),
+        tp_size=1,
+        drop_and_pad=False,
+        num_experts=4,
+        num_local_experts=2,
+        local_expert_indices=[2, 3],
+        permute_idx_device=torch.device("cpu"),
+        config=SimpleNamespace(moe_router_padding_for_quantization=False),
+    )
+    routed = torch.eye(4, dtype=torch.bool)
+    assert moe_overlap.counting_all(lambda *_: None)(dispatcher, routed).tolist() == [1, 4]
+    assert dispatcher.num_out_tokens == 4
+    assert dispatcher.input_splits.tolist() == [2, 2]
+    assert dispatcher.output_splits.tolist() == [3, 2]

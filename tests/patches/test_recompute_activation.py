@@ -12,9 +12,11 @@ from torch import Tensor
 
 from accel.device.cpu import memory
 from accel.feature import Context, choose, read_settings
+from accel.ops._dispatch import warn_once
 from accel.patches import recompute_activation
 from tests.ops.contract import needs_native
 
+from .blocks import block
 from .test_fused_adamw import one_rank
 
 TOKENS, HIDDEN, FFN = 256, 64, 512
@@ -104,6 +106,33 @@ def test_the_first_layers_are_chosen(limit: int | None, marked: int) -> None:
         block = TransformerBlock(config, get_gpt_layer_local_spec())
         found = [getattr(layer.mlp, recompute_activation.MARK, False) for layer in block.layers]
     assert found == [True] * marked + [False] * (3 - marked)
+
+
+@needs_native
+def test_experts_that_keep_their_activation_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    moe = {
+        "num_moe_experts": 4,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_ffn_hidden_size": 128,
+    }
+    warn_once.cache_clear()
+    with one_rank(recompute_activation=True), caplog.at_level("WARNING", logger="accel"):
+        block(2, {"num_experts": 4}, **moe)
+        assert not caplog.text, "one after the other, they are MLPs"
+        shared = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
+        spec = {"num_experts": 4, "moe_grouped_gemm": True}
+        te_block(spec, **moe, **shared)
+    assert "a TEGroupedMLP keeps its activation" in caplog.text
+
+
+def te_block(given: dict[str, Any], **config: Any) -> Any:
+    """Layers of the Transformer Engine spec."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    of_te = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt_layer_specs, "get_gpt_layer_local_spec", lambda **_: of_te(**given))
+        return block(2, **config)
 
 
 def test_nothing_is_freed_without_gradients() -> None:

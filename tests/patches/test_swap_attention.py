@@ -135,6 +135,18 @@ def test_values_that_are_none(given: dict[str, Any], message: str) -> None:
         read_settings(choices, asked)
 
 
+@pytest.mark.parametrize(
+    ("granularity", "method", "idle"),
+    [("full", "uniform", True), ("full", "block", False), ("selective", None, False)],
+)
+def test_layers_that_are_computed_again_have_nothing_to_swap(
+    granularity: str, method: str | None, idle: bool
+) -> None:
+    args = SimpleNamespace(recompute_granularity=granularity, recompute_method=method)
+    reason = swap_attention.FEATURE.idle(Context("cpu", "0.19.2", args))
+    assert ("--recompute-granularity full" in str(reason)) is idle
+
+
 def test_two_that_move_the_same_exclude_each_other() -> None:
     args = SimpleNamespace(fine_grained_activation_offloading=True)
     with pytest.raises(ValueError, match="both move"):

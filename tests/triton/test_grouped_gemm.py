@@ -72,6 +72,21 @@ class TestGroupedGemm(OnTriton, on_cpu.TestGroupedGemm):
         odd = on_cpu.product_inputs([5, 3], 17, 24, torch.bfloat16, transpose_b=True)
         assert len(kernels_launched(lambda: run(self.op, odd))) == 3
 
+    def test_rows_that_torchs_product_pads_are_not_seen(self, monkeypatch):
+        """On a GPU its rows begin at multiples of 16 bytes; what is traced has none between them."""
+        monkeypatch.setattr(kernels, "_has_library_kernel", lambda device: True)
+        product = torch._grouped_mm
+
+        def padded(x, weight, offsets):
+            y = product(x, weight, offsets)
+            return y.new_empty(len(y), -(-y.shape[1] // 8) * 8)[:, : y.shape[1]].copy_(y)
+
+        monkeypatch.setattr(torch, "_grouped_mm", padded)
+        inputs = on_cpu.product_inputs([5, 0, 11, 0], 16, 20, torch.bfloat16, transpose_b=True)
+        self.check(inputs)
+        x, weight, counts = inputs.tensors
+        assert kernels.grouped_gemm(x, [weight], counts, True).is_contiguous()
+
     def test_experts_without_tokens_have_no_weight_gradient(self, monkeypatch):
         """Whatever torch's product says, on sm_100."""
         for name in ("_has_library_kernel", "_writes_garbage_without_tokens"):

@@ -82,7 +82,8 @@ Tensor backward(const Tensor& dq_in, const Tensor& dk_in, const Tensor& dv_in, c
                         dq_in.size(2) % dk_in.size(2) == 0,
                     "qkv_rope backward: needs dq [S, B, G n, D] and dk [S, B, G, D], got ", dq_in.sizes(),
                     " and ", dk_in.sizes());
-  const Tensor dq = dq_in.contiguous(), dk = dk_in.contiguous(), dv = dv_in.contiguous();
+  const Tensor dq = contiguous(dq_in, /*in_whole_packs=*/true), dk = contiguous(dk_in, true),
+               dv = contiguous(dv_in, true);
   const int64_t groups = dk.size(2), head_dim = dq.size(3);
   const std::vector<int64_t> apart{dq.size(0), dq.size(1), groups, head_dim};
   check_contiguous("dq", dq, dq, dq.sizes());
