@@ -8,8 +8,8 @@ very bits of the sum and `accel.ops.rms_norm` one after the other.
 
 A norm takes what it finds only if its input still is that sum: unchanged, and a result of the same node of
 autograd's graph, which it no longer is where it comes out of another function, as out of the checkpoint of a
-whole layer; and if nobody asks for the sum's gradient, of which the norm's part would be missing. Where a
-norm's input is a copy, it finds nothing. A sum whose norm nobody took is left alone from then on.
+whole layer; and if nobody has asked for the sum's gradient, of which the norm's part would be missing. Where
+a norm's input is a copy, it finds nothing. A sum whose norm nobody took is left alone from then on.
 """
 
 from __future__ import annotations

@@ -620,7 +620,8 @@ def plan(call: Call, device: torch.device | None = None) -> Plan:
 
 def trial_of(call: Call) -> Call:
     """A small call of the same kind: the same mask, more or fewer keys than queries, heads in groups."""
-    more_keys = max(-64, min(call.num_keys - call.num_queries, 64))
+    more_keys = call.num_keys - call.num_queries
+    more_keys = 64 if more_keys > 0 else max(-64, more_keys)
     if call.sequences is not None:  # they begin where those of the queries do
         more_keys = max(0, more_keys)
     groups = min(call.kv_heads, 2)
@@ -641,8 +642,13 @@ def _mistake(name: str, call: Call, device: torch.device) -> str | None:
     """What a library computes wrongly in this call, or raises; None if it is right."""
     reason = _tried(BACKENDS[name], call, device)
     if reason is not None:
-        logger.warning("attention on CUDA: %s is not used: %s", name, reason)
+        _warn_once(name, reason)
     return reason
+
+
+@functools.cache
+def _warn_once(name: str, reason: str) -> None:
+    logger.warning("attention on CUDA: %s is not used: %s", name, reason)
 
 
 def _tried(backend: Backend, call: Call, device: torch.device) -> str | None:
@@ -669,6 +675,8 @@ def _tried(backend: Backend, call: Call, device: torch.device) -> str | None:
     try:
         out, lse = backend.forward(*qkv, arguments)
         grads = backend.backward(dout.to(device), *qkv, out, lse, arguments)
+    except torch.OutOfMemoryError:
+        raise  # of no library: the call itself would not fit either
     except Exception as error:
         first_line = (str(error).splitlines() or [""])[0]
         return f"a trial raised {type(error).__name__}: {first_line[:200]}"

@@ -19,6 +19,8 @@ def reason(module: Any) -> str | None:
     """Why the experts in `module`, an MoE layer's, cannot be computed piece by piece; None if they can."""
     from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
+    if altered := altered_reason(module, "experts"):
+        return altered
     kind = type(module)
     if kind is SequentialMLP:
         found = sequential_reason(module)

@@ -21,7 +21,7 @@ from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from accel.patches._told import told
 from accel.patching import Patch
 
-__all__ = ["ELSEWHERE", "INNER_MASTERS", "WANTED", "refused", "want"]
+__all__ = ["ELSEWHERE", "INNER_MASTERS", "NOT_WITH_FSDP", "WANTED", "refused", "want"]
 
 _log = logging.getLogger("accel")
 _HERE = "accel.patches._inner_masters"
@@ -33,6 +33,10 @@ WANTED: dict[str, Any] = {}
 FLAG, SHARED, HOST = "precision_aware_optimizer", "shared_weights", "host_optimizer"
 
 ELSEWHERE = "it writes or keeps the fp32 masters itself"
+NOT_WITH_FSDP = (
+    "--use-precision-aware-optimizer and --use-megatron-fsdp need Transformer Engine: accel's Adam takes no "
+    "shards of FSDP; leave one out"
+)
 _EXCLUDED = {
     "optimizer_cpu_offload": ELSEWHERE,
     "use_layer_wise_distributed_optimizer": ELSEWHERE,
@@ -112,10 +116,7 @@ def built(build: Callable[..., Any]) -> Callable[..., Any]:
             return build(config, model_chunks, *args, **kwargs)
         if any(c.ddp_config.use_megatron_fsdp for c in model_chunks if hasattr(c, "ddp_config")):
             if not wanted:
-                raise ValueError(
-                    "--use-precision-aware-optimizer and --use-megatron-fsdp need Transformer Engine: "
-                    "accel's Adam takes no shards of FSDP; leave one out"
-                )
+                raise ValueError(NOT_WITH_FSDP)
             flag = "--accel-" + wanted[0].replace("_", "-")
             raise ValueError(f"{flag} and Megatron-FSDP: {ELSEWHERE}")
         adam = functools.partial(HostAdam, host=WANTED[HOST]()) if HOST in wanted else None

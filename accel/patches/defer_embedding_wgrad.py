@@ -1,7 +1,7 @@
 """``--defer-embedding-wgrad-compute``: the output layer's gradient is there before it is reduced.
 
 Upstream computes that gradient after the last backward pass of the pipeline, from inputs and gradients that
-it has kept. Four things are wrong there, three of them without a word:
+it has kept. Five things are wrong there, three of them without a word:
 
 ``--overlap-grad-reduce``  the bucket with the weight is reduced when its backward passes have run, before the
                            gradient is there. Here the reduction begins after it.
@@ -10,6 +10,7 @@ it has kept. Four things are wrong there, three of them without a word:
                            says so.
 the local spec             asks every column-parallel layer for a list that only the output layer was given.
                            Here the others have one that keeps nothing.
+a single micro-batch       stops upstream's loop over the gradients, which is written for two and more.
 evaluation                 keeps all inputs of the output layer until the next training step. Here it keeps
                            none.
 """
@@ -22,10 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from accel.feature import Context, Feature
+from accel.parallel import linear
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -115,14 +118,28 @@ def then_reducing(upstream: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(upstream)
     @torch.no_grad()  # as in the backward pass, where reductions begin else
-    def drain(config: Any, inputs: Any, gradients: Any, weight: Parameter, *args: Any) -> None:
-        upstream(config, inputs, gradients, weight, *args)
+    def drain(config: Any, inputs: Any, gradients: Any, weight: Parameter, tp_group: Any) -> None:
+        if len(inputs) == len(gradients) == 1:
+            _accumulate(config, inputs.pop(), gradients.pop(), weight, tp_group)
+        else:
+            upstream(config, inputs, gradients, weight, tp_group)
         deferred = Deferred.of(weight)
         if deferred is not None and deferred.reduction is not None:
             deferred.reduction()
             deferred.reduction = None
 
     return drain
+
+
+def _accumulate(config: Any, x: Tensor, dy: Tensor, weight: Any, tp_group: Any) -> None:
+    """One gradient alone, for which upstream has no end of its loop."""
+    if config.sequence_parallel:
+        whole = x.new_empty((tp_group.size() * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(whole, x.contiguous(), group=tp_group)
+        x = whole
+    if hasattr(weight, "__fsdp_param__"):
+        weight.main_grad = weight.get_main_grad()
+    linear.accumulate(weight.main_grad, dy.flatten(0, -2), x.flatten(0, -2))
 
 
 def unless_it_runs_twice(context: Context) -> Sequence[str]:

@@ -13,8 +13,9 @@ not be there yet when the sum before it is computed, and with CUDA graphs; in a 
 line, each layer's configuration and the wrappers of the model are asked.
 
 A layer's output, as ``torch.autograd.grad`` is given it, has the gradient that comes past the next norm, not
-that through it. Where the output has a hook, or keeps its gradient, the two are computed apart from the next
-pass on, and this one's norm is computed again: the gradient is whole.
+that through it. Where the output has a hook, or keeps its gradient, when the next norm reads it, that norm is
+computed again, and from the next pass on the two apart: the gradient is whole. A hook that is set later sees
+what comes past the norm.
 """
 
 from __future__ import annotations

@@ -22,9 +22,18 @@ from __future__ import annotations
 
 import functools
 
-from accel.feature import Feature
-from accel.patches._inner_masters import FLAG, INNER_MASTERS, want
+from accel.feature import Context, Feature
+from accel.patches._inner_masters import FLAG, INNER_MASTERS, NOT_WITH_FSDP, want
 from accel.upstream import SUPPORTED_RANGE, te_serves
+
+
+def _check(context: Context) -> tuple[str, ...]:
+    args = context.args
+    flag, fsdp = "use_precision_aware_optimizer", "use_megatron_fsdp"
+    if getattr(args, flag, False) and getattr(args, fsdp, False):
+        raise ValueError(NOT_WITH_FSDP)
+    return ()
+
 
 FEATURE = Feature(
     name="precision_aware_optimizer",
@@ -33,6 +42,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     idle=te_serves,
+    prepare=_check,
     switch_on=functools.partial(want, FLAG, True),
     patches=INNER_MASTERS,
 )

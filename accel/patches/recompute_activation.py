@@ -43,15 +43,25 @@ def mark(layer: Any) -> None:
     """The MLPs of a layer."""
     from megatron.core.transformer.mlp import MLP
 
-    found = [module for module in layer.mlp.modules() if isinstance(module, MLP)]
-    for mlp in found:
-        setattr(mlp, MARK, True)
-    if not any(map(_is_called, found)) and any(True for _ in layer.mlp.parameters()):
-        kind = type(getattr(layer.mlp, "experts", layer.mlp)).__name__
-        warn_once(
-            "recompute_activation",
-            f"a {kind} keeps its activation (of experts: --recompute-modules moe_act)",
-        )
+    for module in layer.mlp.modules():
+        if isinstance(module, MLP):
+            setattr(module, MARK, True)
+    experts = getattr(layer.mlp, "experts", None)
+    if experts is None:
+        _tell(layer.mlp, "")
+    elif "moe_act" not in (layer.config.recompute_modules or ()):
+        _tell(experts, ": --recompute-modules moe_act has it recomputed")
+    if shared := getattr(layer.mlp, "shared_experts", None):
+        _tell(shared, " with --moe-shared-expert-overlap")
+
+
+def _tell(mlps: Any, more: str) -> None:
+    """Say of what computes its activation by itself that it is kept."""
+    from megatron.core.transformer.mlp import MLP
+
+    served = any(isinstance(module, MLP) and _is_called(module) for module in mlps.modules())
+    if not served and any(True for _ in mlps.parameters()):
+        warn_once("recompute_activation", f"a {type(mlps).__name__} keeps its activation{more}")
 
 
 def _is_called(mlp: Any) -> bool:

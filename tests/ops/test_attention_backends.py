@@ -27,7 +27,7 @@ def fresh(monkeypatch):
     monkeypatch.delenv(backends.VARIABLE, raising=False)
     caches = (
         *(backends._chosen, backends._missing, backends._mistake),
-        *(backends._log_once, backends._module),
+        *(backends._log_once, backends._warn_once, backends._module),
     )
     for cache in caches:
         cache.cache_clear()
@@ -535,6 +535,7 @@ def test_a_trial_is_a_small_call_of_the_same_kind():
     assert backends.trial_of(decode) == decode._replace(
         num_queries=320, num_keys=384, batch=2, heads=2, kv_heads=2
     )
+    assert backends.trial_of(decode) == backends.trial_of(decode._replace(num_keys=7))
     for call in (HOPPER, decode, PACK):
         assert not backends.trial_of(call).blind_queries
 
@@ -561,6 +562,20 @@ def _scaled_gradient(*args, dk, **options):
 
 def _raising(*args, **options):
     raise AssertionError("not on this GPU\nat all")
+
+
+def test_a_trial_that_has_no_memory_says_nothing_of_the_package(fakes, installed, monkeypatch):
+    def full(*args, **options):
+        raise torch.OutOfMemoryError("full")
+
+    installed("flash4", "flash3")
+    module = sys.modules[MODULES["flash4"]]
+    forward = module._flash_attn_fwd
+    monkeypatch.setattr(module, "_flash_attn_fwd", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        backends._choose(SMALL, CPU)
+    monkeypatch.setattr(module, "_flash_attn_fwd", forward)
+    assert backends._choose(SMALL, CPU).name == "flash4"
 
 
 @pytest.mark.parametrize(

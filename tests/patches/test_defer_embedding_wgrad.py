@@ -105,6 +105,22 @@ def test_a_configuration_with_multi_token_prediction_is_an_error():
         feature.with_a_list(Layer.__init__)(Layer.__new__(Layer), config, [], [])
 
 
+def test_a_single_gradient_has_the_inputs_of_all_ranks(monkeypatch: pytest.MonkeyPatch):
+    whole, dy = torch.randn(6, 1, 8), torch.randn(6, 1, 4)
+
+    def gather(out: Tensor, x: Tensor, group: Any) -> None:
+        assert torch.equal(x, whole[:3])
+        out.copy_(whole)
+
+    monkeypatch.setattr(feature.dist, "all_gather_into_tensor", gather)
+    weight = Parameter(torch.zeros(4, 8))
+    weight.main_grad = torch.zeros(4, 8)
+    config = SimpleNamespace(sequence_parallel=True)
+    group = SimpleNamespace(size=lambda: 2)
+    then_reducing(drain)(config, [whole[:3]], [dy], weight, group)
+    torch.testing.assert_close(weight.main_grad, dy[:, 0].t() @ whole[:, 0])
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_any_number_of_gradients_can_be_put_off(count: int):
     """Upstream's function raises UnboundLocalError for one."""

@@ -206,3 +206,14 @@ def test_probabilities_on_the_inputs_of_several_experts_are_refused_as_upstream_
         layer.experts.config.moe_apply_probs_on_input = True
         with pytest.raises(AssertionError, match="moe_apply_probs_on_input"):
             step(layer)
+
+
+def test_hooks_on_all_experts_keep_them_from_being_cut_into_pieces() -> None:
+    """`moe_overlap` calls their layers in place of the module."""
+    from accel.patches import _experts
+
+    with one_rank("off", grouped_gemm=True):
+        experts = build().experts
+        assert _experts.reason(experts) is None
+        experts.register_forward_hook(lambda *a: None)
+        assert _experts.reason(experts) == "experts with hooks"

@@ -108,3 +108,17 @@ def test_off_the_flag_is_refused_by_megatron() -> None:
         pytest.raises(RuntimeError, match="requires FusedAdam"),
     ):
         build(**AWARE)
+
+
+def test_not_with_megatron_fsdp() -> None:
+    from types import SimpleNamespace
+
+    from accel.feature import Context
+    from accel.patches import precision_aware_optimizer
+
+    prepare = precision_aware_optimizer.FEATURE.prepare
+    args = SimpleNamespace(use_precision_aware_optimizer=True, use_megatron_fsdp=False)
+    assert not prepare(Context("cpu", "0.19.2", args))
+    args.use_megatron_fsdp = True
+    with pytest.raises(ValueError, match="need Transformer Engine: accel's Adam takes no shards"):
+        prepare(Context("cpu", "0.19.2", args))

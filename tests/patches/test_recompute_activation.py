@@ -116,13 +116,24 @@ def test_experts_that_keep_their_activation_are_told(caplog: pytest.LogCaptureFi
         "moe_ffn_hidden_size": 128,
     }
     warn_once.cache_clear()
+
+    def said() -> str:
+        return "; ".join(r.getMessage() for r in caplog.records if r.name == "accel")
+
     with one_rank(recompute_activation=True), caplog.at_level("WARNING", logger="accel"):
         block(2, {"num_experts": 4}, **moe)
-        assert not caplog.text, "one after the other, they are MLPs"
-        shared = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
+        assert not said(), "one after the other, they are MLPs"
+        shared = {"moe_shared_expert_intermediate_size": 64, "moe_grouped_gemm": True}
         spec = {"num_experts": 4, "moe_grouped_gemm": True}
+        te_block(
+            spec, **moe, **shared, recompute_granularity="selective", recompute_modules=["moe_act"]
+        )
+        assert not said(), "Megatron's flag has it recomputed"
         te_block(spec, **moe, **shared)
-    assert "a TEGroupedMLP keeps its activation" in caplog.text
+        assert "a TEGroupedMLP keeps its activation: --recompute-modules moe_act" in said()
+        assert "SharedExpertMLP" not in said()
+        te_block(spec, **moe, **shared, moe_shared_expert_overlap=True)
+    assert "a SharedExpertMLP keeps its activation with --moe-shared-expert-overlap" in said()
 
 
 def te_block(given: dict[str, Any], **config: Any) -> Any:
