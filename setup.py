@@ -168,6 +168,12 @@ def native_kernels() -> dict:
         return {}
 
     class BuildOrSkip(BuildExtension):
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            self.force = (
+                True  # ninja knows what is up to date; without it, a library may be another torch's
+            )
+
         def run(self) -> None:
             try:
                 super().run()

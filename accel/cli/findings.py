@@ -170,6 +170,11 @@ def cuda_kernels(facts: Facts) -> Iterator[Finding]:
     """They matter where a GPU is; `device` says so where it cannot be used."""
     if facts.torch.error or not facts.gpu.error or facts.device.version != "cuda":
         return
+    variable = "ACCEL_CUDA_KERNELS"
+    if facts.gpu.broken and variable in facts.gpu.error:
+        what = f"the kernels of the GPU cannot be chosen: {facts.gpu.error}"
+        yield Finding("error", what, f"unset {variable}")
+        return
     level = "error" if facts.gpu.broken else "warning"
     what = f"plain PyTorch serves every op on the GPU: {facts.gpu.error}"
     yield Finding(level, what, "pip install triton")

@@ -119,6 +119,13 @@ def built(build: Callable[..., Any]) -> Callable[..., Any]:
                 raise ValueError(NOT_WITH_FSDP)
             flag = "--accel-" + wanted[0].replace("_", "-")
             raise ValueError(f"{flag} and Megatron-FSDP: {ELSEWHERE}")
+        for option in ("qk_clip", "fp8_param_gather", "fp4_param_gather") if wanted else ():
+            owners = [
+                getattr(c, name, None) for c in model_chunks for name in ("config", "ddp_config")
+            ]
+            if any(getattr(owner, option, False) for owner in owners):
+                flag = "--accel-" + wanted[0].replace("_", "-")
+                raise ValueError(f"{flag} and {option}: {_EXCLUDED[option]}")
         adam = functools.partial(HostAdam, host=WANTED[HOST]()) if HOST in wanted else None
         return _building(build, adam or PrecisionAwareAdam, plain=bool(wanted))(
             config, model_chunks, *args, **kwargs

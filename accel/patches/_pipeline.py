@@ -27,6 +27,7 @@ from accel.parallel.schedule.names import INTERLEAVED, named, named_forward_only
 from accel.parallel.schedule.results import to_last_rank
 from accel.parallel.schedule.runtime import AHEAD, run
 from accel.parallel.split_backward import WeightPart, input_part
+from accel.patches._v_placement import MirroredGroup
 from accel.patching import Patch
 
 __all__ = ["DRIVER", "WANTED", "Wanted", "measuring", "refused", "scheduled"]
@@ -172,6 +173,36 @@ def scheduled(get_forward_backward_func: Callable[..., Any]) -> Callable[..., An
     return get
 
 
+def unfit(model: Sequence[Any], schedule: Schedule) -> str | None:
+    """Why a model cannot be trained so, by its configuration: a program need not have a command line."""
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config(model[0])
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        return "overlap_moe_expert_parallel_comm has passes of its own: set it to False"
+    graphs = getattr(config, "cuda_graph_impl", None) or "none"
+    if graphs != "none":
+        return f"not with cuda_graph_impl={graphs!r}: use 'none'"
+    in_parts = any(a.kind is Kind.BACKWARD_INPUT for own in schedule.ranks for a in own)
+    in_a_v = schedule.placement is Placement.V and len(schedule.ranks) > 1
+    if (in_parts or in_a_v) and getattr(config, "defer_embedding_wgrad_compute", False):
+        return "not with defer_embedding_wgrad_compute: set it to False"
+    if in_parts and getattr(config, "delay_wgrad_compute", False):
+        return "not with delay_wgrad_compute, which puts off the same gradients: set it to False"
+    if not in_a_v:
+        return None
+    chunk = model[1]
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    group = getattr(getattr(chunk, "pg_collection", None), "pp", None)
+    if group is not None and not isinstance(group, MirroredGroup):
+        return (
+            "the second chunk of this model does not lie in a V: build it by megatron.training's get_model, "
+            "after accel is on"
+        )
+    return None
+
+
 def forward_backward(
     *,
     forward_step_func: Callable[..., Any],
@@ -207,6 +238,8 @@ def forward_backward(
     schedule = WANTED.schedule(
         ranks, len(model), num_microbatches, group_size, forward_only=forward_only
     )
+    if not forward_only and (reason := unfit(model, schedule)):
+        raise ValueError(f"--accel-schedule or --accel-vpp-extra-warmup: {reason}")
     finalizes = config.finalize_model_grads_func is not None and not forward_only
     is_last = rank == ranks - 1
 

@@ -166,7 +166,9 @@ def accept_backends(context: Context) -> list[str]:
 def choose_backend(context: Context) -> list[str]:
     """Also say which of CUDA's kernels the start-up table means, and why not a better one."""
     notes = accept_backends(context)
-    if context.device == "cuda" and torch.cuda.is_available():
+    preset = getattr(context.args, "accel_preset", None) or "fast"
+    wanted = preset in ("fast", "max") or getattr(context.args, "accel_fused_attention", None)
+    if wanted and context.device == "cuda" and torch.cuda.is_available():
         notes.append(f"attention on CUDA: {describe(torch.cuda.get_device_capability())}")
     return notes
 

@@ -124,7 +124,7 @@ def _refuses(context: Context) -> str | None:
     args = context.args
     if args is None:
         return None
-    if args.use_precision_aware_optimizer:
+    if getattr(args, "use_precision_aware_optimizer", False):
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if (dtype := getattr(args, name, "fp32")) not in ("fp32", torch.float32):
                 return f"--{name.replace('_', '-')} {dtype}: states on the host are fp32"

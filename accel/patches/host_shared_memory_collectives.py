@@ -7,7 +7,8 @@ and 0.02 ms here, a reduce-scatter 2.6 ms and 0.02 ms, a barrier 0.56 ms and 2 u
 
 At the first collective of a group its ranks find out, through gloo, whether they are on one host (name,
 boot id and process namespace; a number that each writes into the memory and all others read there). If
-not, or if the memory cannot be had, all ranks stay with gloo, and the log says why, once. The memory is
+not, or if one of them cannot have the memory or has no native kernels, all ranks stay with gloo, and the log
+says why, once; so the feature is on wherever it is asked for. The memory is
 2 MiB for each rank of each group that has had a collective; it is not part of the allocator's figures.
 It has no name anywhere and is gone with the processes, however they end.
 
@@ -33,7 +34,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel.feature import Context, Feature
+from accel.feature import Feature
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -45,12 +46,6 @@ def shared_memory(group: Any) -> Any:
     return channel(group)
 
 
-def _unavailable(context: Context) -> str | None:
-    from accel.device.cpu.shared_memory import unavailable
-
-    return unavailable() if context.device == "cpu" else None
-
-
 FEATURE = Feature(
     name="host_shared_memory_collectives",
     summary="collectives of ranks on one host through shared memory in place of sockets",
@@ -58,7 +53,6 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     devices=("cpu",),
-    unavailable=_unavailable,
     benchmarks=("host_collectives",),
     patches=(
         Patch(

@@ -8,11 +8,13 @@ an assertion without a number.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from accel.feature import Context, Feature
+from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
 
@@ -63,6 +65,21 @@ def _check_capacity(args: Any) -> None:
         )
 
 
+def checking(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wraps ``TransformerConfig.__post_init__``, of programs without a command line, and of yaml."""
+
+    @functools.wraps(post_init)
+    def __post_init__(self: Any) -> None:
+        factor = self.moe_expert_capacity_factor
+        if self.num_moe_experts and factor == 0:
+            raise ValueError(
+                f"moe_expert_capacity_factor={factor} drops every token: use more than 0, or None for none"
+            )
+        post_init(self)
+
+    return __post_init__
+
+
 FEATURE = Feature(
     name="moe_flags",
     summary="refuse sizes of mixtures of experts that cannot work",
@@ -70,4 +87,13 @@ FEATURE = Feature(
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
     prepare=check,
+    patches=(
+        Patch(
+            target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+            replacement="accel.patches.moe_flags:checking",
+            how="wrap",
+            expects=("self",),
+            why="A configuration need not come from a command line.",
+        ),
+    ),
 )

@@ -29,7 +29,7 @@ def prepare(context: Context) -> Sequence[str]:
         ValueError: experts that are to be split all the same, or that the ranks do not divide.
     """
     args = context.args
-    if not getattr(args, "accel_moe_tp_extend_ep", None) or not args.num_experts:
+    if not getattr(args, "accel_moe_tp_extend_ep", None) or not getattr(args, "num_experts", None):
         return []
     if hasattr(args, GIVEN):  # validated before
         return []
@@ -76,6 +76,11 @@ def _given_before(args: Any) -> int | None:
 
 
 def idle(context: Context) -> str | None:
+    if context.args is None:
+        return (
+            "it changes Megatron's arguments: without them, set expert_tensor_parallel_size=1 and "
+            "expert_model_parallel_size to the product of both"
+        )
     return None if getattr(context.args, "num_experts", None) else "there are no experts"
 
 

@@ -33,7 +33,7 @@ def _refuses(context: Context) -> str | None:
 
 
 def _idle(context: Context) -> str | None:
-    asked = context.args is not None and context.args.use_precision_aware_optimizer
+    asked = getattr(context.args, "use_precision_aware_optimizer", False)
     return "--use-precision-aware-optimizer does it" if asked else None
 
 

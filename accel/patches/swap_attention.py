@@ -34,6 +34,7 @@ from accel.feature import Context, Feature, Setting
 from accel.memory.host_split import measure_copies
 from accel.memory.swap import MIN_BYTES, Chain, Swap
 from accel.memory.swap_plan import History
+from accel.ops._dispatch import warn_once
 from accel.patches._layers import HYBRID_STACKS, TRANSFORMER_LAYER
 from accel.patches._linear import LINEAR
 from accel.patching import Patch
@@ -156,6 +157,11 @@ def choosing(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
+        if getattr(self.config, "overlap_moe_expert_parallel_comm", False):
+            warn_once(
+                "swap_attention",
+                "nothing is swapped with overlap_moe_expert_parallel_comm: layers run in pieces there",
+            )
         for module in modules_of(self, ON[0].modules):
             module.register_forward_pre_hook(_enter)
             module.register_forward_hook(_leave, always_call=True)

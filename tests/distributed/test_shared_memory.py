@@ -445,14 +445,16 @@ def test_groups_of_some_ranks_and_a_new_world() -> None:
         assert y.item() == 3
 
 
-@pytest.mark.parametrize("why", ["another host", "no access", "no memory"])
+@pytest.mark.parametrize("why", ["another host", "no access", "no memory", "no kernels"])
 @pytest.mark.distributed(world_size=3)
 def test_where_memory_cannot_be_shared_all_ranks_stay_with_gloo(
     why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    rank = dist.get_rank()
+    if why == "no kernels" and rank == 1:  # found out before the feature is on
+        monkeypatch.setattr(shared_memory, "unavailable", lambda: "there are no kernels")
     enable()
     monkeypatch.setattr(shared_memory, "_REFUSALS", set())
-    rank = dist.get_rank()
 
     def fail(*args: Any) -> Any:
         raise OSError(f"there is {why}")
@@ -475,6 +477,7 @@ def test_where_memory_cannot_be_shared_all_ranks_stay_with_gloo(
         "another host": "different hosts",
         "no access": "rank 1: there is no access",
         "no memory": "rank 0: there is no memory",
+        "no kernels": "rank 1: there are no kernels",
     }
     assert all(expected[why] in line for line in told)
 

@@ -323,7 +323,10 @@ def test_the_table_names_the_kernel_of_cuda(monkeypatch: pytest.MonkeyPatch) -> 
     context = Context("cuda", "0.19.2", argparse.Namespace())
     (note,) = choose_backend(context)
     assert note == "attention on CUDA: cudnn (not flash4: no; not flash3: no)"
+    off = Context("cuda", "0.19.2", argparse.Namespace(accel_preset="off"))
+    assert choose_backend(off) == []
     monkeypatch.setenv("ACCEL_ATTENTION_BACKEND", "fastest")
+    assert choose_backend(off) == []
     with pytest.raises(
         ValueError, match="ACCEL_ATTENTION_BACKEND='fastest': use one of auto, flash4"
     ):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from accel.feature import Context
-from accel.patches.moe_flags import check
+from accel.patches.moe_flags import check, checking
 
 DEEPSEEK = {
     "num_experts": 16,
@@ -65,3 +65,19 @@ def test_works(changes: dict[str, Any]) -> None:
 def test_refuses(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         checked(**changes)
+
+
+@pytest.mark.parametrize(
+    ("experts", "factor", "fine"), [(8, 0, False), (8, 1.5, True), (8, None, True), (None, 0, True)]
+)
+def test_a_configuration_need_not_come_from_a_command_line(
+    experts: int | None, factor: float | None, fine: bool
+) -> None:
+    config = SimpleNamespace(num_moe_experts=experts, moe_expert_capacity_factor=factor)
+    checked = checking(lambda self: setattr(self, "seen", True))
+    if fine:
+        checked(config)
+        assert config.seen
+        return
+    with pytest.raises(ValueError, match="moe_expert_capacity_factor=0 drops every token"):
+        checked(config)

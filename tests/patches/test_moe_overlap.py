@@ -136,6 +136,11 @@ def test_ranks_of_the_attention_hold_whole_experts() -> None:
     assert line.endswith("--expert-tensor-parallel-size 1 --expert-model-parallel-size 4")
 
 
+def test_without_a_command_line_there_is_nothing_to_multiply() -> None:
+    reason = moe_tp_extend_ep.FEATURE.idle(Context("cpu", "0.19.2"))
+    assert "set expert_tensor_parallel_size=1" in str(reason)
+
+
 def test_ranks_are_multiplied_once() -> None:
     asked = context(accel_moe_tp_extend_ep=True, tensor_model_parallel_size=2)
     moe_tp_extend_ep.prepare(asked)

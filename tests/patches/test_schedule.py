@@ -17,7 +17,8 @@ from accel.feature import Context
 from accel.parallel.schedule import Action, Kind, with_transfers
 from accel.parallel.schedule.names import INTERLEAVED, NAMED, named
 from accel.patches import schedule, vpp_extra_warmup
-from accel.patches._pipeline import WANTED, completing
+from accel.patches._pipeline import WANTED, completing, unfit
+from accel.patches._v_placement import MirroredGroup
 
 
 def context(**args: Any) -> Context:
@@ -198,6 +199,34 @@ def test_batches_that_change_are_checked_when_they_come() -> None:
     few = {**asked, "global_batch_size": 1}
     assert schedule.FEATURE.refuses(context(**few)) is not None
     assert schedule.FEATURE.refuses(context(**few, rampup_batch_size=[1, 1, 9])) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "mirrored", "reason"),
+    [
+        ("zb-v", {}, True, None),
+        ("zb-v", {}, False, "does not lie in a V: build it by"),
+        ("zb-v", {"defer_embedding_wgrad_compute": True}, True, "not with defer_embedding"),
+        ("zb-h1", {"defer_embedding_wgrad_compute": True}, False, "not with defer_embedding"),
+        ("zb-h1", {"delay_wgrad_compute": True}, False, "not with delay_wgrad_compute"),
+        ("zb-h1", {}, False, None),
+        (INTERLEAVED, {"overlap_moe_expert_parallel_comm": True}, False, "passes of its own"),
+        (INTERLEAVED, {"cuda_graph_impl": "local"}, False, "not with cuda_graph_impl='local'"),
+        (INTERLEAVED, {"cuda_graph_impl": "none", "delay_wgrad_compute": True}, False, None),
+    ],
+)
+def test_models_of_programs_without_a_command_line(
+    name: str, config: dict[str, Any], mirrored: bool, reason: str | None
+) -> None:
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    second = SimpleNamespace(pp=MirroredGroup(group) if mirrored else group)
+    chunks = [
+        SimpleNamespace(config=SimpleNamespace(**config), pg_collection=SimpleNamespace(pp=group)),
+        SimpleNamespace(module=SimpleNamespace(pg_collection=second)),
+    ]
+    v = 1 if name == "zb-h1" else 2
+    found = unfit(chunks[:v], named(name, 2, v, 8))
+    assert (found is None) if reason is None else reason in str(found)
 
 
 def test_on_and_off() -> None:

@@ -333,6 +333,26 @@ def test_what_cannot_share_is_refused_by_name(changed: dict[str, Any], text: str
     assert choice.state == "active"
 
 
+@pytest.mark.parametrize("option", ["qk_clip", "fp8_param_gather"])
+def test_options_that_are_no_optimizers_are_asked_of_their_owners(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program without a command line has them in the model's configuration, or the wrapper's."""
+    from accel.patches import _inner_masters
+
+    monkeypatch.setitem(_inner_masters.WANTED, _inner_masters.SHARED, True)
+    owner = "config" if option == "qk_clip" else "ddp_config"
+    ddp_config = SimpleNamespace(use_megatron_fsdp=False)
+    chunk = SimpleNamespace(config=SimpleNamespace(), ddp_config=ddp_config)
+    setattr(getattr(chunk, owner), option, True)
+    config = SimpleNamespace(
+        **ARGS | {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": False}
+    )
+    build = _inner_masters.built(lambda *_: None)
+    with pytest.raises(ValueError, match=f"--accel-shared-weights and {option}: it"):
+        build(config, [chunk])
+
+
 def test_main_params_of_a_checkpoint_are_an_error() -> None:
     """In a program that has no arguments for the feature to look at."""
     with one_rank(fused_adamw=True, shared_weights=True):
