@@ -105,6 +105,12 @@ def configured(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
     return __post_init__
 
 
+def _asked_of(model_chunks: Any) -> str | None:
+    """Which of these options a model's configuration has, or its wrapper's; an optimizer's has not all."""
+    owners = [getattr(c, name, None) for c in model_chunks for name in ("config", "ddp_config")]
+    return next((o for o in _EXCLUDED if any(getattr(x, o, False) for x in owners)), None)
+
+
 def built(build: Callable[..., Any]) -> Callable[..., Any]:
     """``_get_megatron_optimizer_based_on_param_groups`` that takes an Adam of ours."""
 
@@ -114,18 +120,12 @@ def built(build: Callable[..., Any]) -> Callable[..., Any]:
         ours = config.use_precision_aware_optimizer and not config.optimizer_cpu_offload
         if not ours or not (wanted or FLAG in WANTED):
             return build(config, model_chunks, *args, **kwargs)
-        if any(c.ddp_config.use_megatron_fsdp for c in model_chunks if hasattr(c, "ddp_config")):
-            if not wanted:
-                raise ValueError(NOT_WITH_FSDP)
+        option = _asked_of(model_chunks)
+        if option and wanted:
             flag = "--accel-" + wanted[0].replace("_", "-")
-            raise ValueError(f"{flag} and Megatron-FSDP: {ELSEWHERE}")
-        for option in ("qk_clip", "fp8_param_gather", "fp4_param_gather") if wanted else ():
-            owners = [
-                getattr(c, name, None) for c in model_chunks for name in ("config", "ddp_config")
-            ]
-            if any(getattr(owner, option, False) for owner in owners):
-                flag = "--accel-" + wanted[0].replace("_", "-")
-                raise ValueError(f"{flag} and {option}: {_EXCLUDED[option]}")
+            raise ValueError(f"{flag} and {option}: {_EXCLUDED[option]}")
+        if option == "use_megatron_fsdp":
+            raise ValueError(NOT_WITH_FSDP)
         adam = functools.partial(HostAdam, host=WANTED[HOST]()) if HOST in wanted else None
         return _building(build, adam or PrecisionAwareAdam, plain=bool(wanted))(
             config, model_chunks, *args, **kwargs

@@ -66,9 +66,8 @@ def with_a_list(upstream: Callable[..., None]) -> Callable[..., None]:
         upstream(self, *args, **kwargs)
         if not self.config.defer_embedding_wgrad_compute:
             return
-        if getattr(
-            self.config, "mtp_num_layers", None
-        ):  # where no command line has switched it off
+        # where no command line has switched it off
+        if getattr(self.config, "mtp_num_layers", None):
             raise ValueError(
                 f"defer_embedding_wgrad_compute=True with mtp_num_layers={self.config.mtp_num_layers}: "
                 "upstream adds the output layer's gradient to another weight; set it to False"
