@@ -45,7 +45,6 @@ NO_GPU = "no GPU visible"
 """In the detail of ``Facts.torch`` where torch sees none."""
 _PROBES = ("torch", "native", "gpu", "device")
 _PROBE_SECONDS = 180.0  # torch from a cold network disk takes a minute
-_NO_LIMIT = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -258,13 +257,10 @@ def _cpu() -> Cpu:
 
 def _memory_gib() -> float | None:
     try:
-        num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
+        from accel.machine import memory
+    except ImportError:  # psutil is missing
         return None
-    limit = Path("/sys/fs/cgroup/memory.max")
-    allowed = limit.read_text().strip() if limit.exists() else "max"
-    num_bytes = min(num_bytes, int(allowed) if allowed.isdigit() else _NO_LIMIT)
-    return round(num_bytes / 2**30, 1)
+    return round(memory()[1] / 2**30, 1)
 
 
 def _compiler() -> Compiler:

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import torch
 
+from accel import machine
 from accel.ops import _native
 
 __all__ = ["install", "is_pinned", "limit", "pins", "set_limit", "source", "uncounted", "uninstall"]
@@ -84,7 +85,7 @@ def _limit() -> int | None:
 
 
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
-    """The limit as a share of the machine's memory; 1.0 is none. Ranks on one machine have one each."""
+    """The limit as a share of what `mem_get_info` says; 1.0 is none. Ranks on a machine have one each."""
     if not isinstance(fraction, float):
         raise TypeError("Invalid type for fraction argument, must be `float`")
     if not 0 <= fraction <= 1:
@@ -171,9 +172,8 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Free and total bytes of the machine."""
-    memory = psutil.virtual_memory()
-    return memory.available, memory.total
+    """Free and total bytes of the machine, or of what a container may use of it."""
+    return machine.memory()
 
 
 def device_memory_used(device: Any = None) -> int:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
-
+from accel import machine
 from accel.device.cpu.audience import AUDIENCE, addressed
 
 _log = logging.getLogger("accel")
@@ -69,7 +68,7 @@ def get_device_properties(device: Any = None) -> SimpleNamespace:
         name=get_device_name(),
         major=major,
         minor=minor,
-        total_memory=psutil.virtual_memory().total,
+        total_memory=machine.memory()[1],
         multi_processor_count=os.cpu_count() or 1,
         warp_size=1,
         is_integrated=1,

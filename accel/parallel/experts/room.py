@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import psutil
 import torch
+
+from accel import machine
 
 __all__ = ["check_room", "free_bytes"]
 
@@ -17,7 +18,7 @@ __all__ = ["check_room", "free_bytes"]
 def free_bytes(device: torch.device) -> int:
     """That a tensor may still take: what the allocator has kept free too."""
     if device.type == "cpu":
-        return psutil.virtual_memory().available
+        return machine.memory()[0]
     module = torch.get_device_module(device)
     kept = module.memory_reserved(device) - module.memory_allocated(device)
     return module.mem_get_info(device)[0] + kept
