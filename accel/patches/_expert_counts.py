@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from accel.ops._dispatch import warn_once
 from accel.parallel.experts import load
 from accel.parallel.experts.load import LayerLoad, Recorder
 from accel.patching import Patch
@@ -37,11 +39,23 @@ def counted(routing: Callable[..., Any]) -> Callable[..., Any]:
         probs, routing_map = routing(self, logits, padding_mask)
         wanted = _WANTED.pop() if _WANTED else None
         if self.training and self.layer_number is not None:
+            if load.ON:
+                _say_if_nobody_asks()
             for recorder in load.ON:
                 recorder.note_routing(layer_of(self), routing_map, wanted)
         return probs, routing_map
 
     return routing_
+
+
+def _say_if_nobody_asks() -> None:
+    """Both features act in Megatron's training loop, whose arguments are there before its model is."""
+    variables = sys.modules.get("megatron.training.global_vars")
+    if getattr(variables, "_GLOBAL_ARGS", None) is None:
+        warn_once(
+            "moe_load_report, expert_migration",
+            "experts' rows are counted, and nothing comes of it outside Megatron's own training loop",
+        )
 
 
 def before_dropping(dropping: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import accel
 from accel import patching
 from accel.feature import Context
+from accel.ops._dispatch import warn_once
 from accel.parallel.experts import load
 from accel.parallel.experts.load import Copies, LayerLoad, Recorder, loads, scalars, table
 from accel.patches import moe_load_report
@@ -114,6 +115,24 @@ def test_evaluation_does_not_count() -> None:
         assert not loads(recorder.packed(1, EXPERTS, 1), EXPERTS)
         layer.train()(tokens(1))
         assert sum(counted(recorder).rows) == 2 * TOKENS
+
+
+def test_outside_megatrons_training_loop_it_says_that_nobody_asks(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.training import global_vars
+
+    with reporting(), caplog.at_level("WARNING", logger="accel"):
+        layer = build()
+        warn_once.cache_clear()
+        with monkeypatch.context() as inside:
+            inside.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace())
+            layer(tokens(1))
+        assert not caplog.records
+        for seed in (1, 2):
+            layer(tokens(seed))
+    (record,) = caplog.records
+    assert "outside Megatron's own training loop" in record.getMessage()
 
 
 def megatrons_checkpoint(layer: Any, x: torch.Tensor) -> torch.Tensor:
