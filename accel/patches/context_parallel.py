@@ -52,7 +52,7 @@ from accel.parallel.context import (
     switch_on_ring,
 )
 from accel.patches._attention import dropout_of, never_served, scale_of
-from accel.patches._settings import whole_number
+from accel.patches._settings import needs_flags, whole_number
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE, te_installed
 
@@ -247,6 +247,7 @@ def _translate(args: Any, ranks: int) -> list[str]:
         )
     if algorithm is None:
         return []
+    needs_flags(args, "--context-parallel-algo", f"set cp_comm_type: {algorithm} there")
     args.cp_comm_type = [algorithm]
     note = f"--context-parallel-algo: --cp-comm-type {algorithm}"
     if inner is not None:

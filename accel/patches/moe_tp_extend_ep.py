@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel.feature import Context, Feature
+from accel.patches._settings import needs_flags
 from accel.upstream import SUPPORTED_RANGE
 
 GIVEN = "expert_model_parallel_size_given"
@@ -26,10 +27,17 @@ def prepare(context: Context) -> Sequence[str]:
     """Before Megatron derives its groups from the sizes.
 
     Raises:
-        ValueError: experts that are to be split all the same, or that the ranks do not divide.
+        ValueError: experts that are to be split all the same, or that the ranks do not divide; sizes in a file.
     """
     args = context.args
-    if not getattr(args, "accel_moe_tp_extend_ep", None) or not getattr(args, "num_experts", None):
+    if not getattr(args, "accel_moe_tp_extend_ep", None):
+        return []
+    needs_flags(
+        args,
+        "--moe-tp-extend-ep",
+        "set expert_tensor_parallel_size: 1 and the product as expert_model_parallel_size there",
+    )
+    if not getattr(args, "num_experts", None):
         return []
     if hasattr(args, GIVEN):  # validated before
         return []

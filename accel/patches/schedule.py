@@ -55,6 +55,7 @@ from accel.parallel.schedule.names import (
 )
 from accel.patches import _linear, _split_backward, _v_placement
 from accel.patches._pipeline import DRIVER, WANTED, measuring, refused
+from accel.patches._settings import needs_flags
 from accel.upstream import SUPPORTED_RANGE, te_installed
 
 NAMES = (INTERLEAVED, *NAMED)
@@ -94,6 +95,11 @@ def _prepare(context: Context) -> Sequence[str]:
     )
     if name is None or not is_v(name) or any(getattr(args, c, None) for c in chunks):
         return []
+    needs_flags(
+        args,
+        f"--accel-schedule {name}",
+        "set num_layers_per_virtual_pipeline_stage there, so that each rank has two chunks",
+    )
     args.num_virtual_stages_per_pipeline_rank = 2
     return [f"--accel-schedule {name}: --num-virtual-stages-per-pipeline-rank 2 is used"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from accel.feature import Context
-from accel.patches import command_line, te_layers
+from accel.patches import command_line, context_parallel, moe_tp_extend_ep, schedule, te_layers
 from accel.patches.local_spec import without_te
 from accel.patches.optimizer_cpu_offload import offload_nothing
 from accel.patches.rope_fusion import without_the_flag
@@ -159,6 +159,35 @@ def test_flags_reach_the_features_under_yaml_too(
         assert "preset exact" in capsys.readouterr().out
     finally:
         accel.disable()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "asked", "instead"),
+    [
+        (
+            moe_tp_extend_ep.prepare,
+            {"accel_moe_tp_extend_ep": True},
+            "expert_tensor_parallel_size: 1",
+        ),
+        (
+            context_parallel.check_sizes,
+            {"accel_context_parallel_algo": "ulysses_cp_algo"},
+            "cp_comm_type: a2a",
+        ),
+        (
+            schedule.FEATURE.prepare,
+            {"accel_schedule": "zb-v"},
+            "num_layers_per_virtual_pipeline_stage",
+        ),
+    ],
+)
+def test_what_changes_flags_says_what_belongs_into_a_yaml_file(
+    prepare: Any, asked: dict[str, Any], instead: str
+) -> None:
+    nested = {"language_model": SimpleNamespace(), "model_parallel": SimpleNamespace()}
+    assert prepare(context(**nested)) == []
+    with pytest.raises(ValueError, match=rf"in whose place --yaml-cfg is: set {instead}"):
+        prepare(context(**nested, **asked))
 
 
 @WITHOUT_TE
