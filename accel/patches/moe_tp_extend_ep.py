@@ -27,7 +27,7 @@ def prepare(context: Context) -> Sequence[str]:
     """Before Megatron derives its groups from the sizes.
 
     Raises:
-        ValueError: experts that are to be split all the same, or that the ranks do not divide; sizes in a file.
+        ValueError: experts that are to be split all the same, or that the ranks do not divide; a yaml file.
     """
     args = context.args
     if not getattr(args, "accel_moe_tp_extend_ep", None):
