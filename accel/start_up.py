@@ -1,11 +1,13 @@
-"""The table that rank 0 prints once the features are chosen: asked, active, skipped and why."""
+"""What rank 0 prints: once the features are chosen their table, and what some of them find out later."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["print_table", "table"]
+import torch.distributed as dist
+
+__all__ = ["print_table", "say", "table"]
 
 
 def table(status: dict[str, Any], notes: Sequence[str] = ()) -> str:
@@ -32,3 +34,9 @@ def table(status: dict[str, Any], notes: Sequence[str] = ()) -> str:
 
 def print_table(status: dict[str, Any], notes: Sequence[str] = ()) -> None:
     print(table(status, notes), flush=True)
+
+
+def say(line: str) -> None:
+    """On the first rank, what a feature that was asked for has decided while it ran."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"accel: {line}", flush=True)

@@ -29,6 +29,7 @@ from accel.parallel.schedule.runtime import AHEAD, run
 from accel.parallel.split_backward import WeightPart, input_part
 from accel.patches._v_placement import MirroredGroup
 from accel.patching import Patch
+from accel.start_up import say
 
 __all__ = ["DRIVER", "WANTED", "Wanted", "measuring", "refused", "scheduled"]
 
@@ -115,9 +116,7 @@ class _Clock:
 
 
 def _tell(schedule: Schedule, found: Found) -> None:
-    """On the first rank: what the schedule takes, beside Megatron's own."""
-    if dist.get_rank() != 0:
-        return
+    """What the schedule takes, beside Megatron's own."""
     name = WANTED.name or INTERLEAVED
     if WANTED.extra_warmup:
         name += f" with {WANTED.extra_warmup} more in warm-up"
@@ -127,7 +126,7 @@ def _tell(schedule: Schedule, found: Found) -> None:
     except ValueError:
         stock = None  # counts that Megatron's does not take
     for line in found.compare(name, schedule, stock, _groups_of(p, v, m)):
-        print(f"accel: {line}", flush=True)
+        say(line)
 
 
 def _groups_of(p: int, v: int, m: int) -> dict[str, Schedule]:

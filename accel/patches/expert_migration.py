@@ -21,7 +21,6 @@ parameters, FSDP, offloaded, layer-wise or other optimizers than Adam, or CUDA g
 from __future__ import annotations
 
 import functools
-import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +38,7 @@ from accel.patches._expert_counts import ROUTING, captured_routers, layer_of, of
 from accel.patches._param_states import ParamStates
 from accel.patches._settings import whole_number
 from accel.patching import Patch
+from accel.start_up import say
 from accel.upstream import SUPPORTED_RANGE
 
 __all__ = ["FEATURE", "ON", "Migration"]
@@ -46,8 +46,6 @@ __all__ = ["FEATURE", "ON", "Migration"]
 _HERE = "accel.patches.expert_migration"
 _KEEP = 0.5
 """Of the average before, each time."""
-
-logger = logging.getLogger("accel")
 
 
 @dataclass
@@ -77,12 +75,10 @@ class Migration:
             if placed is not None:
                 found[each.layer] = order = new_order(placed, ranks)
                 before, after = (_of_ranks(rows, ranks) for rows in (average, _at(average, order)))
-                logger.info(
-                    "expert_migration: layer %d: %d experts change ranks, longest over mean %.3f -> %.3f",
-                    each.layer,
-                    sum(slot != e for slot, e in enumerate(order)),
-                    longest_over_mean(before),
-                    longest_over_mean(after),
+                say(
+                    f"expert_migration, layer {each.layer}: {sum(slot != e for slot, e in enumerate(order))} "
+                    f"experts change ranks, longest over mean {longest_over_mean(before):.3f} -> "
+                    f"{longest_over_mean(after):.3f}"
                 )
                 average = _at(average, order)
             self.averages[each.layer] = average

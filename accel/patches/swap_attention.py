@@ -38,6 +38,7 @@ from accel.ops._dispatch import warn_once
 from accel.patches._layers import HYBRID_STACKS, TRANSFORMER_LAYER
 from accel.patches._linear import LINEAR
 from accel.patching import Patch
+from accel.start_up import say
 from accel.upstream import SUPPORTED_RANGE
 
 _HERE = "accel.patches.swap_attention"
@@ -142,12 +143,9 @@ def _tell(history: History) -> None:
         _log.warning("swap_attention: no copy hides behind the kernels here; nothing is swapped")
         return
     swapped = sum(n for n, chosen in zip(history.sizes, history.plan, strict=True) if chosen)
-    _log.info(
-        "swap_attention: %d of %d modules are swapped, %.1f of %.1f MiB of a micro-batch",
-        sum(history.plan),
-        len(history.plan),
-        swapped / 2**20,
-        sum(history.sizes) / 2**20,
+    say(
+        f"swap_attention: {sum(history.plan)} of {len(history.plan)} modules are swapped, "
+        f"{swapped / 2**20:.1f} of {sum(history.sizes) / 2**20:.1f} MiB of a micro-batch"
     )
 
 

@@ -23,7 +23,7 @@ def context(**args: Any) -> Context:
     return Context("cpu", "0.19.2", SimpleNamespace(**{**SHOWN, **args}))
 
 
-def test_moves_the_few_that_even_out() -> None:
+def test_moves_the_few_that_even_out(capsys: pytest.CaptureFixture[str]) -> None:
     migration = Migration(every=10, threshold=0.08)
     rows = (40, 30, 5, 5, 10, 10, 0, 0)
     orders = migration.orders([LayerLoad(3, rows, (80, 20)), LayerLoad(4, (1,) * 8, (4, 4))])
@@ -34,6 +34,8 @@ def test_moves_the_few_that_even_out() -> None:
     assert sum(slot == e for slot, e in enumerate(order)) >= 4
     assert migration.averages[3] == [rows[e] for e in order], "counted by the new numbers"
     assert migration.averages[4] == [1.0] * 8
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("accel: expert_migration, layer 3: 2 experts change ranks, longest over")
 
 
 def test_averages_before_it_moves() -> None:

@@ -90,16 +90,15 @@ def test_nothing_hides_where_the_host_is_the_device(caplog: pytest.LogCaptureFix
 
 
 def test_what_hides_is_swapped_and_told(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(swap_attention, "rate_of", lambda swap: 1e30)
-    caplog.set_level("INFO", logger="accel")
     with one_rank():
         stock = several(block(LAYERS), 5)
     with one_rank(swap_attention=True, swap_attention_modules="self_attention"):
         ours = several(block(LAYERS), 5)
     check_same(ours, stock)
-    assert caplog.text.count("3 of 4 modules are swapped") == 1
+    assert capsys.readouterr().out.count("swap_attention: 3 of 4 modules are swapped") == 1
     assert stock[-1][1] - ours[-1][1] >= (LAYERS - 1) * 2 * SCORES
 
 

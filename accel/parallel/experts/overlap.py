@@ -11,7 +11,6 @@ counts and the same price. A plan is of a micro-batch's own counts, and then mad
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,10 +26,10 @@ from accel.parallel.experts import load
 from accel.parallel.experts.exchange import Experts, Loan
 from accel.parallel.experts.plan import Copy, moving_average, plan_copies, rank_loads
 from accel.parallel.experts.traffic import Traffic
+from accel.start_up import say
 
 __all__ = ["Ahead", "Cost", "HotExperts", "Overlap", "copy_hot_experts", "current", "switch_on"]
 
-logger = logging.getLogger("accel")
 
 _ROWS, _REPEATS = 64, 5
 
@@ -112,11 +111,10 @@ class HotExperts:
         if key not in self.costs:
             self.costs[key] = cost = measured_cost(group, experts)
             if self.given is None:
-                logger.info(
-                    "hot_experts: a copy of an expert costs what %.0f rows do; "
-                    "--accel-hot-experts-price %.0f takes that without measuring",
-                    cost.copy / cost.row,
-                    cost.copy / cost.row,
+                rows = round(cost.copy / cost.row)
+                say(
+                    f"hot_experts: a copy of an expert costs what {rows} rows do; --accel-hot-experts-price "
+                    f"{rows} takes that without measuring"
                 )
         return self.costs[key]
 
