@@ -1,7 +1,8 @@
 """pytest plugin of one rank: no downloads, and each test's outcome into a file.
 
 Rank r writes `<ACCEL_UPSTREAM_RESULTS>.r`, JSON lines: a test's id and "started", then its id, its outcome,
-and for what did not pass the reason. `<ACCEL_UPSTREAM_RESULTS>.done` lists the tests not to run again.
+and for what did not pass the reason. `<ACCEL_UPSTREAM_RESULTS>.done` lists the tests not to run again, and
+`ACCEL_UPSTREAM_MOST` is how many these ranks run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from packaging.version import Version
 import accel
 
 RESULTS = "ACCEL_UPSTREAM_RESULTS"
+MOST = "ACCEL_UPSTREAM_MOST"
 OPTIONS: dict[str, Any] = {"device": "cpu", "preset": "fast"}
 """Of `accel.enable`, in this run."""
 APART = 4
@@ -142,6 +144,10 @@ def reuse_groups() -> None:
     parallel_state.destroy_model_parallel = destroy_and_keep
 
 
+_LEFT: list[int] = []
+"""How many tests there were before these ranks, once they are collected."""
+
+
 def pytest_runtest_setup() -> None:
     """A test whose flags accel refuses has taken accel back: outside of tests the process ends there."""
     from accel.session import SESSION
@@ -153,6 +159,8 @@ def pytest_runtest_setup() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     done = set(json.loads(Path(os.environ[RESULTS] + ".done").read_text()))
     items[:] = [item for item in items if item.nodeid.partition("::")[2] not in done]
+    _LEFT.append(len(items))
+    del items[int(os.environ[MOST]) :]
     if done:
         _initialize_as_earlier_tests_did()
     _keep_folders_that_rank_0_removes()
@@ -181,7 +189,7 @@ class Recorder:
         self.file.write(json.dumps({"test": test, "outcome": outcome, "reason": reason}) + "\n")
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.write("", "collected", str(len(session.items)))
+        self.write("", "collected", str(_LEFT[-1] if _LEFT else 0))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.write(nodeid, "started")

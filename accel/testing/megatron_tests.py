@@ -4,9 +4,10 @@
 
 CHECKOUT is a clone of Megatron-LM at a supported version; its own `megatron` is what is tested. Each test
 file runs on 8 gloo ranks, forked from one process that has imported torch and Megatron already, and has
-`--file-seconds`; a test has `--test-seconds`. A test counts as failed if it fails on any rank, as skipped if
-no rank ran it, as passed if it passed wherever it ran, as failed if it stopped a rank; a file whose time is
-over is one failure, which says how many of its tests are left.
+`--file-seconds`; a test has `--test-seconds`. After `--tests-per-launch` tests the ranks are new ones: what
+tests leave behind, as threads of process groups, slows down those after them. A test counts as failed if it
+fails on any rank, as skipped if no rank ran it, as passed if it passed wherever it ran, as failed if it
+stopped a rank; a file whose time is over is one failure, which says how many of its tests are left.
 
 What became of each file, and what its ranks printed, is kept in the folder of `--results`, for each version
 of Megatron. A file that was run with the very same commit of accel is not run again: so a long run can be
@@ -43,7 +44,7 @@ from packaging.version import Version
 from accel.testing import bench, megatron_plugin
 from accel.testing.distributed import free_port
 from accel.testing.megatron_arguments import read_docstrings_once
-from accel.testing.megatron_plugin import RESULTS
+from accel.testing.megatron_plugin import MOST, RESULTS
 
 ROOT = Path(__file__).parents[2]
 EXPECTED = ROOT / "tests" / "megatron_expected.toml"
@@ -127,7 +128,7 @@ def run_or_read(checkout: Path, file: Path, folder: Path, limits: Namespace) -> 
 
 
 def run_file(checkout: Path, file: Path, results: Path, limits: Namespace) -> FileResult:
-    """Run the tests of one file; go on after a test that stops a rank, with those behind it."""
+    """Run the tests of one file; go on with new ranks after a test that stops one, or after so many."""
     result = FileResult(str(file.relative_to(checkout / "tests" / "unit_tests")), None, 0.0)
     for old in results.parent.glob(f"{results.name}.log.*"):
         old.unlink()
@@ -142,7 +143,10 @@ def run_file(checkout: Path, file: Path, results: Path, limits: Namespace) -> Fi
             _fork_rank(rank, port, checkout, file, results, limits) for rank in range(WORLD_SIZE)
         ]
         ended, stopped_rank = _wait(ranks, deadline)
+        known = len(result.outcomes)
         again = _collect(result, results, ended, stopped_rank)
+        if not ended and result.collected > len(result.outcomes) > known:
+            again = True  # as many as these ranks run
         if not again or time.monotonic() > deadline:
             break
     if ended:
@@ -206,7 +210,7 @@ def _fork_rank(
         MASTER_PORT=str(port),
         PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
         NVIDIA_PYTORCH_VERSION=CONTAINER,
-        **{RESULTS: str(results)},
+        **{RESULTS: str(results), MOST: str(limits.tests_per_launch)},
     )
     with open(f"{results}.log.{rank}", "a") as log:
         os.dup2(log.fileno(), 1)
@@ -305,6 +309,7 @@ def main() -> int:
     )
     parser.add_argument("--file-seconds", type=int, default=900)
     parser.add_argument("--test-seconds", type=int, default=240)
+    parser.add_argument("--tests-per-launch", type=int, default=100)
     args = parser.parse_args()
     if args.plain and args.report:
         parser.error("--plain has no report of its own: write it without --plain, after this run")

@@ -103,7 +103,9 @@ RUN_A_FILE = """
 import argparse, json, pathlib, sys
 from accel.testing import megatron_tests
 checkout = pathlib.Path(sys.argv[1])
-limits = argparse.Namespace(file_seconds=150, test_seconds=60, plain=True)
+limits = argparse.Namespace(
+    file_seconds=150, test_seconds=60, plain=True, tests_per_launch=int(sys.argv[2])
+)
 file = checkout / "tests" / "unit_tests" / "test_x.py"
 megatron_tests._prepare(plain=True)
 result = megatron_tests.run_file(checkout, file, checkout / "results", limits)
@@ -112,20 +114,28 @@ print(json.dumps(result.outcomes))
 """
 
 
-def run_a_file(checkout: Path, text: str) -> dict[str, str]:
+def run_a_file(checkout: Path, text: str, tests_per_launch: int = 100) -> dict[str, str]:
     """What becomes of the four tests of a file, in a checkout that asks for -x, as 0.17.1 does."""
     folder = checkout / "tests" / "unit_tests"
     folder.mkdir(parents=True)
     (folder / "test_x.py").write_text(text)
     (checkout / "pytest.ini").write_text("[pytest]\naddopts = -x\n")
     done = subprocess.run(
-        [sys.executable, "-c", RUN_A_FILE, str(checkout)],
+        [sys.executable, "-c", RUN_A_FILE, str(checkout), str(tests_per_launch)],
         capture_output=True,
         text=True,
         timeout=180,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+def test_ranks_are_new_after_so_many_tests(tmp_path: Path) -> None:
+    text = "there = []\ndef leave(): there.append(1); assert len(there) <= 2\n"
+    text += "".join(f"def test_{name}(): leave()\n" for name in "abcd")
+    assert run_a_file(tmp_path, text, tests_per_launch=2) == {
+        f"test_{name}": "passed" for name in "abcd"
+    }
 
 
 def test_a_file_goes_on_behind_a_test_that_ends_a_rank(tmp_path: Path) -> None:
