@@ -15,8 +15,8 @@ where a parameter ends, so that each copy is long. Where the host's memory is th
 runtime) its share is not copied.
 
 Which share the host has is `HostOptions.ratio`, or what `accel.memory.host_split` finds for measured rates.
-Weights that are kept on several ranks (`param.shared`, Megatron's tied embeddings) are stepped by the device
-on all of them, for two kernels may round differently.
+Weights that are kept on several ranks (`REPLICATED`: tied embeddings) are stepped by the device on
+all of them, for two kernels may round differently.
 
 The states of a parameter are views: `optimizer.state` reads as with any other Adam, and a state that somebody
 puts in their place is taken over before the next step.
@@ -44,10 +44,12 @@ from accel.memory.precision_aware_adam import (
     step_at_once,
 )
 
-__all__ = ["Budget", "HostAdam", "HostOptions"]
+__all__ = ["REPLICATED", "Budget", "HostAdam", "HostOptions"]
 
 _log = logging.getLogger("accel")
 
+REPLICATED = ("shared_embedding", "accel_replicated")
+"""Attributes of a parameter that other ranks step too: Megatron's, which shards have not got, and theirs."""
 _ALIGNMENT = 64
 """Elements; parameters begin at whole cache lines of every state."""
 _BUFFERS = 2
@@ -263,7 +265,7 @@ class HostAdam(PrecisionAwareAdam):
                 param.device,
                 param.dtype,
                 None if self._is_own_master(param) else self._dtype_of(param, MASTER),
-                bool(getattr(param, "shared", False)),
+                any(getattr(param, name, False) for name in REPLICATED),
             )
             numel = _padded(param) + (0 if kind in chosen else _Arena.EXTRA)
             if budget is None or budget.take(numel * kind.num_bytes()):

@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from accel.memory.host_adam import HostAdam
+from accel.memory.host_adam import REPLICATED, HostAdam
 from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from accel.patches._told import told
 from accel.patching import Patch
@@ -169,8 +170,17 @@ def without_main_params(init: Callable[..., None]) -> Callable[..., None]:
                 # of other ranks' shards too: then upstream takes the weights themselves, whole on each rank
                 if getattr(param, "main_param", self) is None:
                     del param.main_param
+            weights = _flat(self.model_float16_groups + self.model_fp32_groups)
+            shards = _flat(self.shard_float16_groups + self.shard_fp32_groups)
+            for weight, shard in zip(weights, shards, strict=True):
+                replicated = any(getattr(weight, name, False) for name in REPLICATED)
+                setattr(shard, REPLICATED[-1], replicated)
 
     return __init__
+
+
+def _flat(groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return [param for group in groups for param in group]
 
 
 def masters_too(copy: Callable[..., None]) -> Callable[..., None]:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel.memory.precision_aware_adam import PrecisionAwareAdam
+
 __all__ = ["ParamStates"]
 
 _NAMES = ("param", "exp_avg", "exp_avg_sq")
@@ -119,6 +121,9 @@ class _Sharded(_Whole):
     def held(self, param: Tensor) -> dict[str, Tensor]:
         if param not in self.optimizer.model_param_group_index_map:
             return {}
+        inner = self.optimizer.optimizer
+        if isinstance(inner, PrecisionAwareAdam) and not inner.state[self._inner(param)]:
+            inner.initialize_state(self._inner(param))  # all steps until now were skipped
         states = dict(self.optimizer._get_main_param_and_optimizer_states(param))
         return {"param": states.pop("param").detach(), **_moments(states, param)}
 
@@ -127,9 +132,14 @@ class _Sharded(_Whole):
         self.optimizer._set_main_param_and_optimizer_states(param, {**kept, **states})
         if self.optimizer.config.use_precision_aware_optimizer:
             # its masters are rounded for the model in its own step
-            group, place = self.optimizer.model_param_group_index_map[param]
-            shard = self.optimizer.optimizer.param_groups[group]["params"][place]
+            shard = self._inner(param)
             shard.data.copy_(states["param"].view_as(shard))
+
+    def _inner(self, param: Tensor) -> Tensor:
+        """What the inner optimizer has of it."""
+        group, place = self.optimizer.model_param_group_index_map[param]
+        found: Tensor = self.optimizer.optimizer.param_groups[group]["params"][place]
+        return found
 
     def gather(self, states: Tensor) -> None:
         dist.all_reduce(states, group=self.optimizer.data_parallel_group)

@@ -108,7 +108,7 @@ def test_gradients_of_several_dtypes(ratio: float) -> None:
 
 def test_shared_weights_are_stepped_by_the_device() -> None:
     params = parameters()
-    params[1].shared = True
+    params[1].accel_replicated = True
     ours = on_host(params, {"ratio": 1.0})
     train(ours, params, range(1))
     ratios = {p.numel(): ours.ratio(a, torch.float32) for p, a in ours._arenas.items()}
@@ -119,7 +119,7 @@ def test_shared_weights_are_stepped_by_the_device() -> None:
 @pytest.mark.parametrize("limit", [0, 2_000, 8_000, 100_000])
 def test_no_more_than_the_limit_is_on_the_host(limit: int) -> None:
     expected, params = parameters(), parameters()
-    params[0].shared = True  # a second kind
+    params[0].accel_replicated = True  # a second kind
     theirs, ours = on_device(expected), on_host(params, {"budget": Budget(limit)})
     train(theirs, expected, range(2))
     train(ours, params, range(2))

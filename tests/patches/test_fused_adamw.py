@@ -70,10 +70,11 @@ def build(**options: Any) -> tuple[Any, Any]:
     dtype = torch.bfloat16 if flags["bf16"] else torch.half if flags["fp16"] else torch.float32
     ddp = {k: options[k] for k in options if k in ("use_distributed_optimizer",)}
     overlap = options.pop("overlap_param_gather", False)
-    frozen = options.pop("frozen", False)
+    frozen, tied = options.pop("frozen", False), options.pop("tied", False)
     torch.manual_seed(0)
     layers = torch.nn.Linear(40, 70), torch.nn.LayerNorm(70), torch.nn.Linear(70, 33)
     layers[1].requires_grad_(not frozen)
+    layers[0].weight.shared_embedding = tied
     model = DistributedDataParallel(
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **flags),
         DistributedDataParallelConfig(

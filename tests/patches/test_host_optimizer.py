@@ -146,6 +146,20 @@ def test_some_gib_stay_within_the_size(distributed: bool) -> None:
         assert 2 * 12 << 20 < kept <= 0.03 * GIB  # two layers of four
 
 
+@BOTH
+def test_the_first_stages_copy_of_a_tied_embedding_is_stepped_by_the_device(
+    distributed: bool,
+) -> None:
+    """As the last stage's, which upstream marks otherwise too."""
+    with one_rank(host_optimizer=True, host_optimizer_ratio=1.0):
+        model, optimizer, inner = built(distributed, tied=True)
+        one_step(model, optimizer, 0)
+        adam, tied = inner.optimizer, next(model.parameters())
+        stepped = {p.data_ptr(): adam.ratio(a, torch.float32) for p, a in adam._arenas.items()}
+    assert stepped.pop(tied.data_ptr()) == 0
+    assert set(stepped.values()) == {1.0}
+
+
 def test_the_share_of_the_host_is_measured_when_the_optimizer_is_built() -> None:
     with one_rank(host_optimizer=True):
         _, _, inner = built(True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from accel.memory.precision_aware_adam import PrecisionAwareAdam
+from accel.patches._param_states import ParamStates
 from tests.ops.contract import needs_native
 
 from .test_fused_adamw import build, one_rank, one_step
@@ -122,3 +123,14 @@ def test_not_with_megatron_fsdp() -> None:
     args.use_megatron_fsdp = True
     with pytest.raises(ValueError, match="need Transformer Engine: accel's Adam takes no shards"):
         prepare(Context("cpu", "0.19.2", args))
+
+
+def test_states_can_be_moved_before_the_first_step() -> None:
+    """With fp16 the first steps may all be skipped."""
+    with one_rank():
+        model, optimizer = build(**AWARE)
+        moved = ParamStates([model], optimizer)
+        param = next(model.parameters())
+        weight, *moments = moved.whole(param)
+    assert torch.equal(weight, param.detach().float().flatten())
+    assert not any(moment.any() for moment in moments)
