@@ -572,15 +572,15 @@ class Group : public std::enable_shared_from_this<Group> {
     int rank;
     std::vector<int64_t> pids;
     std::string name;
-    std::chrono::milliseconds timeout;
     std::chrono::microseconds spin;
   };
 
-  Group(int fd, Options options)
+  Group(int fd, Options options, std::chrono::milliseconds timeout)
       : rank_(options.rank),
         num_ranks_(static_cast<int>(options.pids.size())),
         options_(std::move(options)),
         segment_(fd, num_ranks_),
+        timeout_(timeout),
         slots_(num_ranks_) {
     for (const int64_t pid : options_.pids) {
       pidfds_.push_back(static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(pid), 0)));
@@ -598,25 +598,37 @@ class Group : public std::enable_shared_from_this<Group> {
   // The operation's ticket, for wait(); 0 where it is over.
   int64_t submit(std::unique_ptr<Operation> operation, bool async_op) {
     int64_t ticket;
+    bool driven;
     {
       const std::lock_guard lock(queue_mutex_);
       queue_.push_back(std::move(operation));
       ticket = ++num_submitted_;
+      driven = std::exchange(is_driven_, async_op || is_driven_);
     }
     if (!async_op) {
       wait(ticket);
       return 0;
     }
     bool all_posted = false;
-    if (std::unique_lock engine(engine_mutex_, std::try_to_lock); engine) all_posted = post_ahead();
+    if (!driven) {
+      const Driving driving(*this);
+      all_posted = post_ahead();
+    }
     if (!all_posted) wake_worker();
     return ticket;
   }
 
-  // Returns when the operation and all before it are over. Throws once one has failed.
+  // Returns when the operation and all before it are over, whoever drives those behind it. Throws once one has
+  // failed.
   void wait(int64_t ticket) {
     if (done(ticket)) return;
-    const std::lock_guard engine(engine_mutex_);
+    {
+      std::unique_lock lock(queue_mutex_);
+      moved_.wait(lock, [&] { return done(ticket) || !is_driven_; });
+      if (done(ticket)) return;
+      is_driven_ = true;
+    }
+    const Driving driving(*this);
     ACCEL_CHECK(failure_.empty(), failure_);
     spin_ = options_.spin;
     while (!done(ticket)) finish_first();
@@ -624,12 +636,18 @@ class Group : public std::enable_shared_from_this<Group> {
 
   bool done(int64_t ticket) const { return num_done_.load(std::memory_order_acquire) >= ticket; }
 
-  // As done(), for those who ask until it is: somebody gets on with it meanwhile.
+  // As done(), for those who ask until it is: somebody gets on with it meanwhile. What has failed is over too.
   bool poll_done(int64_t ticket) {
     if (done(ticket)) return true;
+    {
+      const std::lock_guard lock(queue_mutex_);
+      if (!is_driven_ && !failure_.empty()) return true;
+    }
     wake_worker();
     return false;
   }
+
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
 
   void leave() {
     const std::lock_guard lock(queue_mutex_);
@@ -638,6 +656,22 @@ class Group : public std::enable_shared_from_this<Group> {
   }
 
  private:
+  // Whoever has set is_driven_ moves data, alone, until this goes.
+  class Driving {
+   public:
+    explicit Driving(Group& group) : group_(group) {}
+    ~Driving() {
+      const std::lock_guard lock(group_.queue_mutex_);
+      group_.is_driven_ = false;
+      group_.moved_.notify_all();
+    }
+    Driving(const Driving&) = delete;
+    Driving& operator=(const Driving&) = delete;
+
+   private:
+    Group& group_;
+  };
+
   Operation* first() {
     const std::lock_guard lock(queue_mutex_);
     return queue_.empty() ? nullptr : queue_.front().get();
@@ -652,7 +686,7 @@ class Group : public std::enable_shared_from_this<Group> {
     return nullptr;
   }
 
-  // Engine lock held, as for all below. Posts what finds free slots; whether that was all there is.
+  // Driving, as all below. Posts what finds free slots; whether that was all there is.
   bool post_ahead() {
     while (Operation* operation = first_unposted()) {
       if (!operation->may_post(operation->posted) || !slot_is_free()) return false;
@@ -695,6 +729,7 @@ class Group : public std::enable_shared_from_this<Group> {
     const std::lock_guard lock(queue_mutex_);
     queue_.pop_front();
     num_done_.fetch_add(1, std::memory_order_release);
+    moved_.notify_all();
   }
 
   std::atomic<uint64_t>& mark_of(int peer, uint32_t step) const {
@@ -725,7 +760,7 @@ class Group : public std::enable_shared_from_this<Group> {
       sleep_on(counter, target);
       if (reached(counter, target)) return;
       const auto waited = Clock::now() - start;
-      const bool is_late = waited >= options_.timeout;
+      const bool is_late = waited >= timeout_.load();
       if ((is_late || is_dead(peer)) && !reached(counter, target)) {
         fail(peer, operation, what, waited, is_late);
       }
@@ -776,8 +811,10 @@ class Group : public std::enable_shared_from_this<Group> {
         work_.wait(lock, [&] { return has_work_ || left_; });
         if (left_) return;
         has_work_ = false;
+        moved_.wait(lock, [&] { return !is_driven_; });
+        is_driven_ = true;
       }
-      const std::lock_guard engine(engine_mutex_);
+      const Driving driving(*this);
       spin_ = {};  // it shares the cores with those who compute
       try {
         while (failure_.empty() && first() != nullptr) finish_first();
@@ -793,14 +830,18 @@ class Group : public std::enable_shared_from_this<Group> {
   const Segment segment_;
   std::vector<int> pidfds_;
 
+  std::atomic<std::chrono::milliseconds> timeout_;
+
   std::mutex queue_mutex_;
   std::condition_variable work_;
+  std::condition_variable moved_;  // an operation is over, or nobody drives any more
+  bool is_driven_ = false;
   std::deque<std::unique_ptr<Operation>> queue_;
   int64_t num_submitted_ = 0;
   bool has_work_ = false, worker_runs_ = false, left_ = false;
   std::atomic<int64_t> num_done_ = 0;
 
-  std::mutex engine_mutex_;  // held by whoever moves data
+  // of whoever drives
   std::string failure_;
   uint32_t posted_ = 0, taken_ = 0;  // steps of all operations so far
   std::chrono::microseconds spin_{};
@@ -830,9 +871,9 @@ std::shared_ptr<Group> group_of(int64_t handle) {
 int64_t open_group(
     int64_t fd, int64_t rank, at::IntArrayRef pids, std::string name, int64_t timeout_ms, int64_t spin_us) {
   auto group = std::make_shared<Group>(
-      static_cast<int>(fd), Group::Options{static_cast<int>(rank), pids.vec(), std::move(name),
-                                           std::chrono::milliseconds(timeout_ms),
-                                           std::chrono::microseconds(spin_us)});
+      static_cast<int>(fd),
+      Group::Options{static_cast<int>(rank), pids.vec(), std::move(name), std::chrono::microseconds(spin_us)},
+      std::chrono::milliseconds(timeout_ms));
   const std::lock_guard lock(registry().mutex);
   registry().groups[++registry().last] = std::move(group);
   return registry().last;
@@ -895,6 +936,9 @@ TORCH_LIBRARY_FRAGMENT(accel, m) {
   });
   m.def("_shared_memory_wait(int group, int ticket) -> ()",
         [](int64_t group, int64_t ticket) { group_of(group)->wait(ticket); });
+  m.def("_shared_memory_set_timeout(int group, int timeout_ms) -> ()", [](int64_t group, int64_t timeout_ms) {
+    group_of(group)->set_timeout(std::chrono::milliseconds(timeout_ms));
+  });
   m.def("_shared_memory_done(int group, int ticket) -> bool",
         [](int64_t group, int64_t ticket) { return group_of(group)->poll_done(ticket); });
 }

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
@@ -350,6 +351,42 @@ def test_a_call_that_need_not_block_does_not(count: int) -> None:
         handle.wait()
         assert (x == 2 * n).all()
     assert last.tolist() == [2.0] * 3
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_wait_is_over_with_its_own_collective() -> None:
+    """Rank 1 starts a second one, and rank 0 does not before it hears from rank 1 that the first is over."""
+    enable()
+    dist.barrier()
+    token = torch.zeros(1)
+    for _ in range(3):
+        if dist.get_rank() == 1:
+            (x, first), (_, second) = started(4 * LARGE, None, 3.0), started(SMALL, None, 1.0)
+            time.sleep(0.3)  # somebody else gets on with the first
+            first.wait()
+            dist.send(token, 0)
+            second.wait()
+        else:
+            time.sleep(0.6)
+            x, first = started(4 * LARGE, None, 3.0)
+            first.wait()
+            dist.recv(token, 1)
+            dist.all_reduce(torch.full((SMALL,), 1.0))
+        assert (x == 6).all()
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_time_out_may_change() -> None:
+    enable()
+    group = dist.new_group([0, 1])
+    group._get_backend(torch.device("cpu")).options._timeout = timedelta(seconds=5)
+    dist.barrier(group=group)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=100), group)
+    if dist.get_rank() == 1:
+        time.sleep(8)
+    x, handle = started(SMALL, group, 2.0)
+    handle.wait()
+    assert (x == 4).all()
 
 
 @pytest.mark.parametrize("count", [SMALL, LARGE])

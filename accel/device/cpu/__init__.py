@@ -95,6 +95,7 @@ _COLLECTIVES = {
     "init_process_group": "init_process_group",
     "new_group": "new_group",
     "_process_group_name": "process_group_name",
+    "_set_pg_timeout": "set_group_timeout",
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather_into_tensor",
     "_all_gather_base": "all_gather_into_tensor",

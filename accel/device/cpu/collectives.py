@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel.device.cpu.shared_memory import UNFINISHED, moves, reduces
+from accel.device.cpu.shared_memory import UNFINISHED, moves, reduces, take_timeout
 
 __all__ = ["UnevenWork"]
 
@@ -103,15 +103,24 @@ def new_group(original: Callable[..., Any]) -> Callable[..., Any]:
     def new_group_on_gloo(*args: Any, **kwargs: Any) -> Any:
         # ranks, timeout, backend, pg_options, ...: Megatron passes keywords, others may not.
         args = tuple(
-            _host_backend(a) if i == 2 else None if i == 3 else a for i, a in enumerate(args)
+            _backend_of_a_group(a) if i == 2 else None if i == 3 else a for i, a in enumerate(args)
         )
         if "backend" in kwargs:
-            kwargs["backend"] = _host_backend(kwargs["backend"])
+            kwargs["backend"] = _backend_of_a_group(kwargs["backend"])
         kwargs.pop("pg_options", None)
         kwargs.pop("device_id", None)
         return original(*args, **kwargs)
 
     return new_group_on_gloo
+
+
+def set_group_timeout(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def set_pg_timeout(timeout: Any, group: Any = None) -> None:
+        original(timeout, group)
+        take_timeout(dist.group.WORLD if group is None else group)
+
+    return set_pg_timeout
 
 
 def process_group_name(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -367,6 +376,11 @@ def _host_backend(backend: Any) -> Any:
     if backend is None or not isinstance(backend, str):
         return "gloo"
     return "gloo" if "nccl" in backend.lower() else backend
+
+
+def _backend_of_a_group(backend: Any) -> Any:
+    """None stays: the default group's, which may be another one than gloo."""
+    return None if backend is None else _host_backend(backend)
 
 
 def _on_gloo(group: Any) -> bool:

@@ -145,6 +145,9 @@ class Channel:
         self._broadcast = ops._shared_memory_broadcast.default
         self._barrier = ops._shared_memory_barrier.default
 
+    def set_timeout(self, milliseconds: int) -> None:
+        torch.ops.accel._shared_memory_set_timeout(self._handle, milliseconds)
+
     def all_reduce(self, tensor: torch.Tensor, op: Any, async_op: bool) -> Work | None:
         return self._work(
             self._all_reduce(self._handle, tensor, _REDUCTIONS[op], async_op), async_op
@@ -341,6 +344,12 @@ def _place() -> bytes:
 def _timeout_milliseconds(group: Any) -> int:
     timeout = group._get_backend(torch.device("cpu")).options._timeout
     return int(timeout.total_seconds() * 1000)
+
+
+def take_timeout(group: Any) -> None:
+    """The time-out of `group` has changed."""
+    if (made := _CHANNELS.get(group)) is not None:
+        made.set_timeout(_timeout_milliseconds(group))
 
 
 def _spin_microseconds(num_ranks: int) -> int:
