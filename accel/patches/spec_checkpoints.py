@@ -149,6 +149,8 @@ class _LastRead:
     """Of the checkpoint whose arguments are checked next."""
 
     release = False
+    legacy = False
+    """Its files are of the format ``torch``; checkpoints from before there were others do not say so."""
 
 
 def noting_releases(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,6 +160,7 @@ def noting_releases(original: Callable[..., Any]) -> Callable[..., Any]:
     def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
         found = original(*args, **kwargs)
         _LastRead.release = bool(found[2])
+        _LastRead.legacy = getattr(found[3], "name", None) == "LEGACY"
         return found
 
     return _load_base_checkpoint
@@ -172,46 +175,59 @@ def refuse_other_order(original: Callable[..., Any]) -> Callable[..., Any]:
 
         wanted = checkpointing.get_args()  # as upstream's module finds them
         # of a release upstream loads no optimizer
-        if not _LastRead.release and (problem := other_order(checkpoint_args, wanted)):
+        problem = other_order(checkpoint_args, wanted, _LastRead.legacy)
+        if problem and not _LastRead.release:
             raise ValueError(problem)
         return original(checkpoint_args, *rest, **options)
 
     return check_checkpoint_args
 
 
-def other_order(saved: Any, wanted: Any) -> str | None:
+def other_order(saved: Any, wanted: Any, legacy: bool = False) -> str | None:
     """Why the optimizer's state of a checkpoint cannot be loaded into this run; None if it can.
 
     Args:
         saved, wanted: Megatron's arguments, of the checkpoint and of this run.
+        legacy: the checkpoint's files are of the format ``torch``, whatever its arguments say.
     """
-    if wanted.no_load_optim or wanted.finetune or not _by_order(saved, wanted):
+    legacy = legacy or getattr(saved, "ckpt_format", None) == "torch"
+    # an evaluation has no optimizer
+    evaluates = getattr(wanted, "skip_train", False) and not getattr(
+        wanted, "perform_rl_step", False
+    )
+    if wanted.no_load_optim or wanted.finetune or evaluates or not _by_order(saved, wanted, legacy):
         return None
     theirs, ours = _order(saved), _order(wanted)
     if None in (theirs, ours) or theirs == ours:
         return None
-    distributed = ["--dist-ckpt-optim-fully-reshardable"] * wanted.use_distributed_optimizer
-    save = " ".join((["--ckpt-format torch_dist"] if _is_legacy(saved) else []) + distributed)
+    distributed = ["--dist-ckpt-optim-fully-reshardable"] * _is_distributed(wanted)
+    save = " ".join((["--ckpt-format torch_dist"] if legacy else []) + distributed)
     return (
         f"the checkpoint's optimizer state is in the order of {theirs}, this run has {ours}: save it with "
         f"{save}, load it with just that, or leave it out (--no-load-optim)"
     )
 
 
-def _is_legacy(args: Any) -> bool:
-    return getattr(args, "ckpt_format", None) == "torch"
+def _is_distributed(args: Any) -> bool:
+    """Under Muon it has another flag, and norms, biases and embeddings alone."""
+    layer_wise = getattr(args, "use_layer_wise_distributed_optimizer", False)
+    in_buffers = layer_wise and getattr(args, "use_layer_wise_param_layout", True)
+    return bool(getattr(args, "use_distributed_optimizer", False) or in_buffers)
 
 
-def _by_order(saved: Any, wanted: Any) -> bool:
+def _by_order(saved: Any, wanted: Any, legacy: bool) -> bool:
     """Whether the state goes to parameters by their order, which differs where the layers do."""
-    if bool(getattr(saved, "use_distributed_optimizer", False)) != wanted.use_distributed_optimizer:
+    if _is_distributed(saved) != _is_distributed(wanted):
         return False
-    if not wanted.use_distributed_optimizer:
+    if not getattr(wanted, "use_distributed_optimizer", False):
         # weights are one list; norms, biases and softmax offsets are another
         mixed = getattr(saved, "add_bias_linear", False) or _groups(saved) != _groups(wanted)
         offsets = getattr(saved, "softmax_type", "vanilla") == "learnable"
-        return _is_legacy(saved) and (mixed or offsets)
-    if _is_legacy(saved):
+        if not (mixed or offsets):
+            return False
+        if not _is_distributed(wanted):
+            return legacy
+    if legacy:
         return True
     if hasattr(saved, "dist_ckpt_optim_fully_reshardable"):
         return not saved.dist_ckpt_optim_fully_reshardable
@@ -232,7 +248,14 @@ def _order(args: Any) -> str | None:
     spec = getattr(args, "transformer_impl", None)
     if spec is None:
         return None
-    return f"--transformer-impl {spec}" + " --moe-grouped-gemm" * _groups(args)
+    order = f"--transformer-impl {spec}" + " --moe-grouped-gemm" * _groups(args)
+    spread = getattr(args, "expert_model_parallel_size", 1)
+    if _is_distributed(args) and getattr(args, "num_experts", None) and spread > 1:
+        # as many elements of other experts would fit where experts are split no more
+        split = getattr(args, "expert_tensor_parallel_size", None)
+        split = args.tensor_model_parallel_size if split is None else split
+        order += f" --expert-model-parallel-size {spread} --expert-tensor-parallel-size {split}"
+    return order
 
 
 FEATURE = Feature(

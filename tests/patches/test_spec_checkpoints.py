@@ -148,6 +148,61 @@ def test_files_of_ranks_have_no_names(distributed: bool) -> None:
     assert other_order(run(**legacy), run(**{**legacy, **TE})) is not None
 
 
+def test_muon_has_a_distributed_optimizer_of_norms_and_biases() -> None:
+    muon = {
+        "use_distributed_optimizer": False,
+        "use_layer_wise_distributed_optimizer": True,
+        "dist_ckpt_optim_fully_reshardable": False,
+    }
+    biased = {**muon, "add_bias_linear": True}
+    problem = other_order(run(**biased), run(**biased, **TE))
+    assert problem is not None
+    assert "save it with --dist-ckpt-optim-fully-reshardable, load" in problem
+    assert other_order(run(**biased), run(**biased)) is None
+    assert other_order(run(**muon), run(**muon, **TE)) is None, "norms are in one order"
+    for named in ("dist_ckpt_optim_fully_reshardable", "use_layer_wise_param_layout"):
+        names = {**biased, named: named.startswith("dist")}
+        assert other_order(run(**names), run(**names, **TE)) is None
+
+
+def test_experts_that_are_split_no_more_are_others() -> None:
+    split = {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, **EXPERTS}
+    whole = {**split, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}
+    problem = other_order(run(**split), run(**whole))
+    assert problem is not None
+    assert "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2, this run has" in problem
+    assert "--expert-model-parallel-size 4 --expert-tensor-parallel-size 1: save" in problem
+    named = {"dist_ckpt_optim_fully_reshardable": True}
+    assert other_order(run(**split, **named), run(**whole, **named)) is None
+
+
+def test_an_evaluation_has_no_optimizer_to_refuse() -> None:
+    assert other_order(run(), run(**TE)) is not None
+    assert other_order(run(), run(**TE, skip_train=True)) is None
+    assert other_order(run(), run(**TE, skip_train=True, perform_rl_step=True)) is not None
+
+
+def test_files_say_that_they_are_of_ranks_where_arguments_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.training import checkpointing
+
+    old = run(use_distributed_optimizer=False, add_bias_linear=True)
+    monkeypatch.setattr(spec_checkpoints._LastRead, "legacy", False)
+    monkeypatch.setattr(
+        checkpointing, "get_args", lambda: run(**TE, use_distributed_optimizer=False)
+    )
+    check = refuse_other_order(lambda saved: "checked")
+    for kind, refused in (("GLOBAL", False), ("LEGACY", True)):
+        kind = checkpointing.CheckpointType[kind]
+        noting_releases(lambda kind=kind: ({}, "", False, kind))()
+        if refused:
+            with pytest.raises(ValueError, match="save it with --ckpt-format torch_dist"):
+                check(old)
+        else:
+            assert check(old) == "checked"
+
+
 def test_a_release_has_no_optimizer_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.training import checkpointing
 
