@@ -178,8 +178,14 @@ def test_memory_figures_are_the_allocators() -> None:
     assert stats["num_alloc_retries"] == 0
 
 
-def test_memory_has_figures_without_the_native_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory._native, "reason", lambda: "not built")
+@pytest.mark.parametrize("lacks", ["the native library", "malloc"])
+def test_memory_has_figures_where_nothing_counts(
+    lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lacks == "malloc":
+        monkeypatch.setattr(memory.platform, "machine", lambda: "aarch64")
+    else:
+        monkeypatch.setattr(memory._native, "reason", lambda: "not built")
     assert memory.source() == "resident set"
     assert torch.cuda.max_memory_allocated() >= 10 * 2**20
     assert torch.cuda.memory_allocated() > 10 * 2**20

@@ -1,6 +1,6 @@
 """Memory of the device that the host plays: bytes that the CPU allocator holds, their real peak, and a limit.
 
-With the native library, an allocator that counts sits on top of PyTorch's
+With the native library, on x86-64, an allocator that counts sits on top of PyTorch's
 (``csrc/cpu/host_memory.cpp``). Without it, the figures are the resident set of the process, which
 also holds the interpreter; :func:`source` says which. Then there is no limit either.
 
@@ -11,6 +11,7 @@ is what does not come from PyTorch's allocator: numpy's, memory that processes s
 from __future__ import annotations
 
 import contextlib
+import platform
 import resource
 from collections.abc import Iterator
 from typing import Any
@@ -24,11 +25,20 @@ from accel.ops import _native
 __all__ = ["install", "is_pinned", "limit", "pins", "set_limit", "source", "uncounted", "uninstall"]
 
 _KIB = 1024  # ru_maxrss is in KiB on Linux
+_OF_MALLOC = ("x86_64", "AMD64")
+"""On these PyTorch's memory is malloc's, which tells the size of a block; on AArch64 it is mimalloc's."""
+
+
+def _missing() -> str | None:
+    """Why nothing counts allocations; None if something does."""
+    if (machine_type := platform.machine()) not in _OF_MALLOC:
+        return f"PyTorch's allocator on {machine_type} does not tell the size of its blocks"
+    return _native.reason()
 
 
 def install() -> None:
     """Start counting, if the native library is there."""
-    if _native.reason() is None:
+    if _missing() is None:
         torch.ops.accel._host_memory_install()
 
 
@@ -37,13 +47,13 @@ def uninstall() -> None:
 
     A limit ends here.
     """
-    if _native.reason() is None:
+    if _missing() is None:
         torch.ops.accel._host_memory_uninstall()
 
 
 def source() -> str:
     """Where the figures come from: ``allocator`` or ``resident set``."""
-    return "allocator" if _native.reason() is None else "resident set"
+    return "allocator" if _missing() is None else "resident set"
 
 
 def set_limit(num_bytes: int | None) -> None:
@@ -60,7 +70,7 @@ def set_limit(num_bytes: int | None) -> None:
         raise ValueError(
             f"a memory limit is at least 1 byte, or None for no limit, got {num_bytes}"
         )
-    if missing := _native.reason():
+    if missing := _missing():
         if num_bytes is None:
             return
         raise RuntimeError(
@@ -81,7 +91,7 @@ def limit(num_bytes: int | None) -> Iterator[None]:
 
 
 def _limit() -> int | None:
-    return torch.ops.accel._host_memory_stats()[5] or None if _native.reason() is None else None
+    return torch.ops.accel._host_memory_stats()[5] or None if _missing() is None else None
 
 
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
@@ -102,7 +112,7 @@ def get_per_process_memory_fraction(device: Any = None) -> float:
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
     """What this thread allocates inside is pinned memory: never counted nor limited."""
-    if _native.reason() is not None:
+    if _missing() is not None:
         yield
         return
     before = torch.ops.accel._host_memory_uncounted(True)
@@ -114,17 +124,17 @@ def uncounted() -> Iterator[None]:
 
 def is_pinned(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is in memory that :func:`uncounted` gave, as a view too."""
-    return _native.reason() is None and torch.ops.accel._host_memory_is_pinned(tensor)
+    return _missing() is None and torch.ops.accel._host_memory_is_pinned(tensor)
 
 
 def pins() -> bool:
     """Whether pinned memory differs from other memory here: an allocator counts the other."""
-    return _native.reason() is None and torch.ops.accel._host_memory_installed()
+    return _missing() is None and torch.ops.accel._host_memory_installed()
 
 
 def _figures() -> tuple[int, int, int, int, int]:
     """Current bytes, peak bytes, number of allocations, of frees, and of refusals by the limit."""
-    if _native.reason() is None:
+    if _missing() is None:
         current, peak, allocations, frees, refusals, _ = torch.ops.accel._host_memory_stats()
         return current, peak, allocations, frees, refusals
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
@@ -148,7 +158,7 @@ def max_memory_reserved(device: Any = None) -> int:
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    if _native.reason() is None:
+    if _missing() is None:
         torch.ops.accel._host_memory_reset_peak()
 
 
