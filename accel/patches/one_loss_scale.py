@@ -1,0 +1,76 @@
+"""``--fp16`` with several optimizers, as experts have one of their own.
+
+Each has a loss scale of its own, which an overflow in its own gradients halves, while the loss is multiplied
+by the first one's. So after an overflow in the dense layers alone upstream divides the experts' gradients by
+another number than they were multiplied by; clipping and Adam's moments get them so, and nothing says it.
+Here all scales follow the overflow of any, and scales of a checkpoint that differ follow the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from accel.feature import Context, Feature
+from accel.patching import Patch
+from accel.upstream import SUPPORTED_RANGE
+
+
+def with_one_verdict(upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Wraps ``ChainedOptimizer.prepare_grads``."""
+
+    @functools.wraps(upstream)
+    def prepare_grads(self: Any) -> bool:
+        from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+        found = [getattr(optimizer, "grad_scaler", None) for optimizer in self.chained_optimizers]
+        scalers = [scaler for scaler in found if isinstance(scaler, DynamicGradScaler)]
+        if len(scalers) < 2:
+            return upstream(self)
+        for other in scalers[1:]:
+            other.load_state_dict(scalers[0].state_dict())
+        with _held(scalers):
+            overflow = upstream(self)
+        for scaler in scalers:
+            scaler.update(overflow)
+        return overflow
+
+    return prepare_grads
+
+
+@contextlib.contextmanager
+def _held(scalers: Sequence[Any]) -> Iterator[None]:
+    """They keep their scale for a while."""
+    for scaler in scalers:
+        scaler.update = lambda found_inf: None
+    try:
+        yield
+    finally:
+        for scaler in scalers:
+            del scaler.update
+
+
+def _idle(context: Context) -> str | None:
+    args = context.args
+    return None if args is None or getattr(args, "fp16", False) else "--fp16 is not given"
+
+
+FEATURE = Feature(
+    name="one_loss_scale",
+    summary="let the loss scales of experts and dense layers change together with --fp16",
+    preset="off",
+    numerics="bit-identical",
+    megatron=SUPPORTED_RANGE,
+    idle=_idle,
+    patches=(
+        Patch(
+            target="megatron.core.optimizer.optimizer:ChainedOptimizer.prepare_grads",
+            replacement="accel.patches.one_loss_scale:with_one_verdict",
+            how="wrap",
+            expects=("self",),
+            why="Upstream changes each optimizer's scale by itself, and scales the loss by the first's.",
+        ),
+    ),
+)
