@@ -89,7 +89,9 @@ def packed_starts(
     padded_q, padded_k = padded
     if padded_q is not None and padded_k is not None:
         same = torch.equal(begin_q, padded_q) and torch.equal(begin_k, padded_k)
-        if not same and not (causal and torch.equal(padded_q, padded_k)):
+        if not same and not (
+            causal and torch.equal(padded_q, padded_k) and torch.equal(begin_q, begin_k)
+        ):
             raise ValueError(
                 "packed sequences with padding between them need a causal mask and as many keys as "
                 "queries in each"

@@ -216,8 +216,9 @@ class _TablesOfFreqs:
                 del tables_by_view[stale]
             if len(tables_by_view) == VIEWS_KEPT:  # generation asks for another length each time
                 del tables_by_view[next(iter(tables_by_view))]
-            tables = _tables(freqs, layout, mscale)
-            one_angle = _OneAngle(tables)
+            with torch.inference_mode(False):  # the next training step is given them too
+                tables = _tables(freqs, layout, mscale)
+                one_angle = _OneAngle(tables)
             tables_by_view[key] = tables._replace(
                 one_angle=one_angle, written=_Written(tables.cos, tables.sin)
             )
@@ -225,7 +226,8 @@ class _TablesOfFreqs:
         if tables.written is not None:
             tables.written.wait()
         if tables.one_angle is not None:
-            tables = tables_by_view[key] = _without_twins(tables)
+            with torch.inference_mode(False):
+                tables = tables_by_view[key] = _without_twins(tables)
         return tables
 
 

@@ -37,6 +37,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from accel.feature import Context, Feature, Setting
@@ -184,7 +185,12 @@ def _starts(packed: Any, causal: bool) -> Tensor:
         (packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded),
         causal,
     )
-    return starts["cu_seqlens_q"]
+    q, k = starts.values()
+    if q is not k and not torch.equal(q, k):
+        raise ValueError(
+            "context parallelism: packed sequences need as many keys as queries in each"
+        )
+    return q
 
 
 def check_sizes(context: Context) -> list[str]:

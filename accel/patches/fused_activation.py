@@ -14,8 +14,8 @@ It serves what Megatron itself fuses, with Megatron's own flags as the switch: `
 Where Megatron does not call a function of its own there is nothing to replace: with
 ``--no-bias-swiglu-fusion`` or ``--no-bias-gelu-fusion`` the activation runs inside ``MLP.forward`` as
 torch operations. Upstream's own function runs, and a log line says so once, for an input that is to
-be stored in fp8 or offloaded, and for a clamp value together with a bias (upstream clamps before it
-adds).
+be stored in fp8 or offloaded, for a clamp value together with a bias (upstream clamps before it adds), and
+for a bias of another dtype, as under autocast.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def wrap_bias_swiglu(upstream: Activation) -> Activation:
         fp8_input_store: bool = False,
         cpu_offload_input: bool = False,
     ) -> Tensor:
-        if reason := _not_stored_as_it_is(fp8_input_store, cpu_offload_input):
+        reason = _not_stored_as_it_is(fp8_input_store, cpu_offload_input)
+        if reason := reason or _of_two_dtypes(input, bias):
             log_fallback("bias_swiglu_impl", reason)
             return upstream(input, bias, fp8_input_store, cpu_offload_input)
         return ops.swiglu(input, bias, inplace_grad=inplace_grad())
@@ -69,8 +70,14 @@ def wrap_weighted_bias_swiglu(upstream: Activation) -> Activation:
     return weighted_bias_swiglu_impl
 
 
-def bias_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
-    return ops.geglu(input, bias, inplace_grad=inplace_grad())
+def wrap_bias_geglu(upstream: Activation) -> Activation:
+    def bias_geglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
+        if reason := _of_two_dtypes(input, bias):
+            log_fallback("bias_geglu_impl", reason)
+            return upstream(input, bias)
+        return ops.geglu(input, bias, inplace_grad=inplace_grad())
+
+    return bias_geglu_impl
 
 
 def wrap_weighted_bias_quick_geglu(upstream: Activation) -> Activation:
@@ -82,7 +89,7 @@ def wrap_weighted_bias_quick_geglu(upstream: Activation) -> Activation:
         linear_offset: float = 0.0,
         clamp_value: float | None = None,
     ) -> Tensor:
-        reason = _not_stored_as_it_is(fp8_input_store)
+        reason = _not_stored_as_it_is(fp8_input_store) or _of_two_dtypes(input, bias)
         if bias is not None and clamp_value is not None:
             reason = "the input is to be clamped before the bias is added"
         if reason:
@@ -101,8 +108,14 @@ def wrap_weighted_bias_quick_geglu(upstream: Activation) -> Activation:
     return weighted_bias_quick_geglu_impl
 
 
-def bias_gelu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
-    return ops.bias_gelu(input, bias, inplace_grad=inplace_grad())
+def wrap_bias_gelu(upstream: Activation) -> Activation:
+    def bias_gelu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
+        if reason := _of_two_dtypes(input, bias):
+            log_fallback("bias_gelu_impl", reason)
+            return upstream(input, bias)
+        return ops.bias_gelu(input, bias, inplace_grad=inplace_grad())
+
+    return bias_gelu_impl
 
 
 def weighted_squared_relu_impl(input: Tensor, weights: Tensor) -> Tensor:
@@ -119,6 +132,12 @@ def _not_stored_as_it_is(fp8_input_store: bool, cpu_offload_input: bool = False)
     if cpu_offload_input:
         return "the input is to be offloaded by Transformer Engine"
     return None
+
+
+def _of_two_dtypes(input: Tensor, bias: Tensor | None) -> str | None:
+    if bias is None or bias.dtype == input.dtype:
+        return None
+    return f"a bias of {bias.dtype} is added to {input.dtype}, as under autocast"
 
 
 def _nothing_fused(context: Context) -> str | None:
@@ -172,9 +191,10 @@ FEATURE = Feature(
         ),
         _patch(
             f"{_FUSIONS}.fused_bias_geglu:bias_geglu_impl",
-            "bias_geglu_impl",
+            "wrap_bias_geglu",
             "e938d2fb24a4",
             ("input", "bias"),
+            how="wrap",
         ),
         _patch(
             f"{_FUSIONS}.fused_bias_geglu:weighted_bias_quick_geglu_impl",
@@ -192,7 +212,8 @@ FEATURE = Feature(
         _patch("megatron.core.activations:squared_relu", "squared_relu", "881a92f170e1", ("x",)),
         Patch(  # upstream's is a bound `autograd.Function.apply`: no parameters of its own to expect
             target=f"{_FUSIONS}.fused_bias_gelu:bias_gelu_impl",
-            replacement="accel.patches.fused_activation:bias_gelu_impl",
+            replacement="accel.patches.fused_activation:wrap_bias_gelu",
+            how="wrap",
             why=_WHY,
         ),
     ),

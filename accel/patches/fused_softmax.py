@@ -29,13 +29,16 @@ def forward_one_pass(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward_torch_softmax(
         self: Any, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None
     ) -> Tensor:
-        if softmax_offset is not None:
+        from megatron.core.transformer.utils import (
+            attention_mask_func,
+            get_sliding_window_causal_mask,
+        )
+
+        if softmax_offset is not None or self.mask_func is not attention_mask_func:
             return original(self, input, mask, softmax_offset)
         num_queries, num_keys = input.shape[2:]
         causal = False
         if self.window_size is not None:
-            from megatron.core.transformer.utils import get_sliding_window_causal_mask
-
             mask = get_sliding_window_causal_mask(num_queries, num_keys, self.window_size)
         elif mask is None and num_queries > 1:
             causal = self.attn_mask_type.name == "causal"

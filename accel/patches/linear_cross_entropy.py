@@ -48,8 +48,9 @@ class Projection:
     weight: Any
     """``[v, h]``, a parameter."""
 
-    def loss(self, target: Tensor) -> Tensor:
-        """``[s, b]`` fp32 for tokens ``[s, b]``, as ``vocab_parallel_cross_entropy`` of the logits.
+    def loss(self, target: Tensor, ignore_index: int | None = None) -> Tensor:
+        """``[s, b]`` fp32 for tokens ``[s, b]``, as ``vocab_parallel_cross_entropy`` of the logits; 0 for
+        `ignore_index`.
 
         Communication is that of ``ColumnParallelLinear``, by Megatron's own functions.
         """
@@ -69,7 +70,7 @@ class Projection:
             weight,
             target,
             group=group if group.size() > 1 else None,
-            ignore_index=None,
+            ignore_index=ignore_index,
             check_target=False,
             grad_buffer=buffer,
         )
@@ -143,7 +144,10 @@ def takes_promises(upstream: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def compute(self: Any, labels: Tensor, logits: Tensor | Projection) -> Tensor:
         if not isinstance(logits, Projection):
             return upstream(self, labels, logits)
-        return logits.loss(labels.transpose(0, 1).contiguous()).transpose(0, 1).contiguous()
+        # Transformer Engine's loss is 0 there, Megatron's own two are not
+        fusion = self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl
+        loss = logits.loss(labels.transpose(0, 1).contiguous(), -100 if fusion == "te" else None)
+        return loss.transpose(0, 1).contiguous()
 
     return compute
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -397,6 +399,32 @@ def test_load_brings_cuda_tensors_here(tmp_path: object) -> None:
 def test_autocast_for_cuda_is_autocast_here() -> None:
     with torch.autocast("cuda", dtype=torch.bfloat16):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("module", [torch.amp, torch.amp.autocast_mode])
+def test_a_function_written_for_cuda_has_its_backward_under_autocast_too(module: Any) -> None:
+    """As Megatron's linear layers, which keep the operands of before the casts."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @module.custom_fwd(device_type="cuda")
+        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        @functools.partial(module.custom_bwd, device_type="cuda")
+        def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x, w = ctx.saved_tensors
+            return dy @ w.T, x.T @ dy
+
+    x, w = (torch.randn(3, 3, requires_grad=True) for _ in range(2))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        y = Product.apply(x, w)
+        assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert x.grad is not None
+    assert w.grad is not None
 
 
 def test_undo_restores_every_binding(runtime: Applied) -> None:

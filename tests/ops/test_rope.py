@@ -196,6 +196,15 @@ class TestTables:
         x = draw(1, 1, 2, 16)
         assert torch.equal(rope(x, freqs[:1])[0], rope(x, freqs[:1].clone())[0])
 
+    def test_what_generation_has_made_serves_training(self):
+        q, freqs = draw(6, 1, 2, 16).requires_grad_(), angles(6, 16)
+        with torch.inference_mode():
+            expected = [rope(q, freqs)[0] for _ in range(2)]
+        (y, _), entries = rope(q, freqs), self.entries(freqs)
+        assert all(torch.equal(y, each) for each in expected)
+        y.sum().backward()
+        assert len(entries) == 1
+
     def test_a_change_in_place_is_seen(self):
         q, freqs = draw(6, 1, 2, 16), angles(6, 16)
         rope(q, freqs)

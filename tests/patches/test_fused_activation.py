@@ -212,6 +212,9 @@ def test_what_grouped_experts_call(
             ("b", "w", False, 0.0, 0.5),
             "clamped before the bias",
         ),
+        ("fused_bias_swiglu", "bias_swiglu_impl", ("fp64",), "a bias of torch.float64 is added"),
+        ("fused_bias_geglu", "bias_geglu_impl", ("fp64",), "a bias of torch.float64 is added"),
+        ("fused_bias_gelu", "bias_gelu_impl", ("fp64",), "a bias of torch.float64 is added"),
     ],
 )
 def test_what_upstream_alone_can_do_runs_upstream_and_says_so_once(
@@ -221,7 +224,7 @@ def test_what_upstream_alone_can_do_runs_upstream_and_says_so_once(
     reason: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    tensors = {"w": torch.rand(5, 1), "b": torch.randn(16)}
+    tensors = {"w": torch.rand(5, 1), "b": torch.randn(16), "fp64": torch.randn(16).double()}
     arguments = tuple(tensors.get(a, a) if isinstance(a, str) else a for a in arguments)
 
     def result() -> list[Tensor]:

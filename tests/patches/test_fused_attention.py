@@ -230,6 +230,9 @@ def test_padding_between_packed_sequences(megatron: None) -> None:
         assert torch.equal(out[begin : begin + length], alone[:, 0])
     with pytest.raises(ValueError, match="padding between them need a causal mask"):
         module(*tensors, None, attn_mask_type=AttnMaskType.no_mask, packed_seq_params=packed)
+    packed.cu_seqlens_kv = torch.tensor([0, 3, 12])
+    with pytest.raises(ValueError, match="as many keys as queries in each"):
+        module(*tensors, None, packed_seq_params=packed)
 
 
 def test_queries_after_a_cache_see_it_whole(megatron: None) -> None:

@@ -32,8 +32,7 @@ def build(mask_type: str, **options: Any) -> torch.nn.Module:
         input_in_fp16=False,
         attn_mask_type=AttnMaskType[mask_type],
         scaled_masked_softmax_fusion=True,
-        mask_func=attention_mask_func,
-        **options,
+        **{"mask_func": attention_mask_func, **options},
     )
 
 
@@ -74,6 +73,15 @@ def test_causal_still_needs_as_many_keys_as_queries(stock: None) -> None:
     accel.enable(preset="exact", fused_softmax=True)
     with pytest.raises(AssertionError, match="only for self attention"):  # upstream's words
         build("causal")(torch.randn(1, 1, 3, 5).bfloat16(), None)
+
+
+def test_a_mask_that_hides_otherwise_is_upstreams(stock: None) -> None:
+    module = build("padding", mask_func=lambda scores, mask: scores.masked_fill(mask, -5.0))
+    x, mask = torch.randn(2, 4, 24, 24).bfloat16(), torch.rand(2, 1, 24, 24) > 0.5
+    theirs = results(module, x, mask)
+    accel.enable(preset="exact", fused_softmax=True)
+    for a, b in zip(results(module, x, mask), theirs, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_offset_is_upstreams(stock: None) -> None:

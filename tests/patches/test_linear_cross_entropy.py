@@ -126,7 +126,7 @@ def test_stocks_losses_and_gradients(
     }
     made: list[Projection] = []
     loss_of = Projection.loss
-    monkeypatch.setattr(Projection, "loss", lambda self, t: made.append(self) or loss_of(self, t))
+    monkeypatch.setattr(Projection, "loss", lambda self, *t: made.append(self) or loss_of(self, *t))
     try:
         start(size)
         stock_losses, stock_grads = step(build(size, tied=tied, **options), main_grad)
@@ -141,6 +141,26 @@ def test_stocks_losses_and_gradients(
             torch.testing.assert_close(
                 grad, stock_grads[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
             )
+    finally:
+        stop()
+
+
+@pytest.mark.distributed(world_size=1)
+@pytest.mark.parametrize("implementation", ["te", "native"])
+def test_transformer_engines_loss_ignores_a_label(implementation: str) -> None:
+    fusion = {
+        "cross_entropy_loss_fusion": True,
+        "cross_entropy_fusion_impl": implementation,
+    }
+    try:
+        start(1, linear_cross_entropy=True)
+        inputs = batch()
+        inputs["labels"][0, :3] = -100
+        for options in ({}, fusion):
+            losses = build(1, **options)(**inputs)
+            ignored = bool(options) and implementation == "te"
+            assert bool((losses[0, :3] == 0).all()) is ignored
+            assert (losses[0, 3:-1] > 0).all()  # the last is -100 too
     finally:
         stop()
 

@@ -52,6 +52,10 @@ _CONTEXTS = {
     "torch.serialization:load": "load",
     "torch.utils._device:DeviceContext.__init__": "device_context",
     "torch.amp.autocast_mode:autocast.__init__": "device_type",
+    "torch.amp.autocast_mode:custom_fwd": "function_under_autocast",
+    "torch.amp:custom_fwd": "function_under_autocast",
+    "torch.amp.autocast_mode:custom_bwd": "function_under_autocast",
+    "torch.amp:custom_bwd": "function_under_autocast",
     "torch.distributed.device_mesh:DeviceMesh.__init__": "device_type",
     "torch.utils.data.dataloader:DataLoader.__init__": "data_loader",
 }

@@ -190,6 +190,18 @@ def device_type(init: Callable[..., Any]) -> Callable[..., Any]:
     return init_for_host
 
 
+def function_under_autocast(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``custom_fwd`` and ``custom_bwd`` of an ``autograd.Function``."""
+
+    @functools.wraps(original)
+    def for_host(*args: Any, device_type: str, **kwargs: Any) -> Any:
+        return original(
+            *args, device_type="cpu" if device_type == "cuda" else device_type, **kwargs
+        )
+
+    return for_host
+
+
 def data_loader(init: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(init)
     def without_pinning(self: Any, *args: Any, **kwargs: Any) -> None:
