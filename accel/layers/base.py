@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel.ops._dispatch import warn_once
+from accel.parallel import overlap
 from accel.parallel.linear import DelayedGradients, Layout
 
 __all__ = ["ExtraState", "ParallelLayer", "refuse_options"]
@@ -146,6 +148,11 @@ class ParallelLayer(ExtraState):
         self.where = {"device": device, "dtype": params_dtype}
         self.delayed = DelayedGradients() if delay_wgrad_compute else None
         self.ub_name = ub_name
+        if ub_name is not None and overlap.current() is None:
+            warn_once(
+                "tp_comm_overlap",
+                "the configuration asks for it, and nothing overlaps; accel.enable(tp_overlap=True) does it",
+            )
         self.overlap_gather = ub_overlap_ag
         self.overlap_reduce = ub_overlap_rs if parallel_mode == "row" else ub_overlap_rs_dgrad
         self.save_original_input = False  # without FP8 it is always the original

@@ -15,6 +15,7 @@ from accel.layers.grouped_linear import GroupedLinear
 from accel.layers.linear import LayerNormLinear, Linear
 from accel.memory.recompute import Recomputed
 from accel.ops import layer_norm_ref, rms_norm_ref
+from accel.ops._dispatch import warn_once
 from tests.ops.contract import needs_native
 
 K, N = 6, 10
@@ -283,3 +284,14 @@ def test_weights_without_a_mode_are_a_ranks_own_until_others_say_otherwise() -> 
     layer.weight.tensor_model_parallel = False
     layer.reset_parameters()
     assert layer.weight.tensor_model_parallel is False
+
+
+def test_userbuffers_that_nobody_has_get_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    with caplog.at_level("WARNING", logger="accel"):
+        Linear(8, 8)
+        assert not caplog.records
+        for _ in range(2):
+            Linear(8, 8, ub_name="proj")
+    (record,) = caplog.records
+    assert "accel.enable(tp_overlap=True)" in record.getMessage()
