@@ -100,6 +100,9 @@ class ParallelLayer(ExtraState):
         options: what else Transformer Engine takes (userbuffers, symmetric memory, ...): refused if set.
     """
 
+    communicates = True
+    """Whether its operands and results go between tensor-parallel ranks."""
+
     def __init__(
         self,
         in_features: int,
@@ -148,7 +151,7 @@ class ParallelLayer(ExtraState):
         self.where = {"device": device, "dtype": params_dtype}
         self.delayed = DelayedGradients() if delay_wgrad_compute else None
         self.ub_name = ub_name
-        if ub_name is not None and overlap.current() is None:
+        if ub_name is not None and self.communicates and overlap.current() is None:
             warn_once(
                 "tp_comm_overlap",
                 "the configuration asks for it, and nothing overlaps; accel.enable(tp_overlap=True) does it",

@@ -135,6 +135,7 @@ class GroupedLinear(ParallelLayer):
     State dict: `weight0 ... [N, K]`, `bias0 ... [N]`, `_extra_state` (empty).
     """
 
+    communicates = False
     single_grouped_weight = single_grouped_bias = False
     """Whether all experts share one parameter: Transformer Engine 2.14 has that."""
 

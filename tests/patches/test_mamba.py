@@ -159,7 +159,7 @@ def one_step(model: Any) -> tuple[Tensor, list[Tensor]]:
 def test_the_loss_of_a_hybrid_makes_its_logits_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Projection] = []
     loss_of = Projection.loss
-    monkeypatch.setattr(Projection, "loss", lambda self, t: made.append(self) or loss_of(self, t))
+    monkeypatch.setattr(Projection, "loss", lambda self, *t: made.append(self) or loss_of(self, *t))
     with one_rank():
         losses, grads = one_step(hybrid("M*-"))
     assert not made
