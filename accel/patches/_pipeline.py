@@ -117,6 +117,8 @@ class _Clock:
 
 def _tell(schedule: Schedule, found: Found) -> None:
     """What the schedule takes, beside Megatron's own."""
+    if dist.get_rank() != 0:  # `say` would be silent, after all that is compared
+        return
     name = WANTED.name or INTERLEAVED
     if WANTED.extra_warmup:
         name += f" with {WANTED.extra_warmup} more in warm-up"

@@ -14,7 +14,10 @@ when a checkpoint is loaded, nothing is changed when one is saved:
 * unless it was saved with ``--dist-ckpt-optim-fully-reshardable``, the distributed optimizer's state lies
   in the order of the parameters, which is another one in the other spec, and another one for grouped experts.
   Loaded there, moments and master weights would go to the wrong parameters without a word; here that is an
-  error that says what to do. Under ``--ckpt-format torch`` other optimizers' states are in that order too.
+  error that says what to do. Under ``--ckpt-format torch`` other optimizers' states are in that order too,
+  and under Muon those of norms, biases and embeddings. Experts' states are refused likewise where
+  ``--expert-model-parallel-size`` or ``--expert-tensor-parallel-size`` has changed, as by
+  ``--moe-tp-extend-ep``: as many elements of other experts would fit.
 """
 
 from __future__ import annotations

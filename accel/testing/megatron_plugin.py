@@ -144,10 +144,6 @@ def reuse_groups() -> None:
     parallel_state.destroy_model_parallel = destroy_and_keep
 
 
-_LEFT: list[int] = []
-"""How many tests there were before these ranks, once they are collected."""
-
-
 def pytest_runtest_setup() -> None:
     """A test whose flags accel refuses has taken accel back: outside of tests the process ends there."""
     from accel.session import SESSION
@@ -156,10 +152,11 @@ def pytest_runtest_setup() -> None:
         accel.enable(**OPTIONS)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     done = set(json.loads(Path(os.environ[RESULTS] + ".done").read_text()))
     items[:] = [item for item in items if item.nodeid.partition("::")[2] not in done]
-    _LEFT.append(len(items))
+    recorder: Any = config.pluginmanager.get_plugin("accel-recorder")
+    recorder.write("", "collected", str(len(items)))
     del items[int(os.environ[MOST]) :]
     if done:
         _initialize_as_earlier_tests_did()
@@ -187,9 +184,6 @@ class Recorder:
 
     def write(self, test: str, outcome: str, reason: str = "") -> None:
         self.file.write(json.dumps({"test": test, "outcome": outcome, "reason": reason}) + "\n")
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.write("", "collected", str(_LEFT[-1] if _LEFT else 0))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.write(nodeid, "started")

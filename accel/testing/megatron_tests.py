@@ -4,10 +4,10 @@
 
 CHECKOUT is a clone of Megatron-LM at a supported version; its own `megatron` is what is tested. Each test
 file runs on 8 gloo ranks, forked from one process that has imported torch and Megatron already, and has
-`--file-seconds`; a test has `--test-seconds`. After `--tests-per-launch` tests the ranks are new ones: what
-tests leave behind, as threads of process groups, slows down those after them. A test counts as failed if it
-fails on any rank, as skipped if no rank ran it, as passed if it passed wherever it ran, as failed if it
-stopped a rank; a file whose time is over is one failure, which says how many of its tests are left.
+`--file-seconds`; a test has `--test-seconds`. After `--tests-per-launch` tests the ranks are new ones: the
+process groups that tests leave behind come to thousands of threads. A test counts as failed if it fails on
+any rank, as skipped if no rank ran it, as passed if it passed wherever it ran, as failed if it stopped a
+rank; a file whose time is over is one failure, which says how many of its tests are left.
 
 What became of each file, and what its ranks printed, is kept in the folder of `--results`, for each version
 of Megatron. A file that was run with the very same commit of accel is not run again: so a long run can be
@@ -144,10 +144,9 @@ def run_file(checkout: Path, file: Path, results: Path, limits: Namespace) -> Fi
         ]
         ended, stopped_rank = _wait(ranks, deadline)
         known = len(result.outcomes)
-        again = _collect(result, results, ended, stopped_rank)
-        if not ended and result.collected > len(result.outcomes) > known:
-            again = True  # as many as these ranks run
-        if not again or time.monotonic() > deadline:
+        stopped = _collect(result, results, ended, stopped_rank)
+        as_many_as_asked = not ended and result.collected > len(result.outcomes) > known
+        if not (stopped or as_many_as_asked) or time.monotonic() > deadline:
             break
     if ended:
         _end(result, ended)

@@ -829,7 +829,6 @@ class Group : public std::enable_shared_from_this<Group> {
   const Options options_;
   const Segment segment_;
   std::vector<int> pidfds_;
-
   std::atomic<std::chrono::milliseconds> timeout_;
 
   std::mutex queue_mutex_;

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel import device
@@ -516,3 +517,15 @@ def test_what_came_from_the_device_is_copied_back_to_it() -> None:
         for back in (snapshot.cuda(), snapshot.to("cuda")):
             back.add_(5)
             assert snapshot[0] == 1
+
+
+def test_a_group_without_a_backend_has_the_default_groups() -> None:
+    """As for `--fake-process-group`."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        groups = [dist.new_group([0, 1], backend=None), dist.new_group([0, 1], None, None)]
+        assert [dist.get_backend(group) for group in groups] == ["fake"] * 2
+    finally:
+        dist.destroy_process_group()

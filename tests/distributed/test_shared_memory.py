@@ -552,12 +552,13 @@ if rank == 1:
         time.sleep(12)
     os._exit(0)
 for attempt in range(2):
-    start = time.monotonic()
+    start, work = time.monotonic(), None
     try:
         work = channel.all_reduce(torch.ones(count), dist.ReduceOp.SUM, how == "async")
         work and work.wait()
         print("no error")
     except RuntimeError as error:
+        assert work is None or work.is_completed()  # it has failed
         print(f"{time.monotonic() - start:.1f} s: {error}".splitlines()[0])
 os._exit(0)
 """

@@ -46,11 +46,11 @@ class Part:
         return True
 
 
-def done_by_a_step(overlapped: bool = True, fails: bool = False) -> list[str]:
+def done_by_a_step(overlapped: bool = True, wrapped: bool = True, fails: bool = False) -> list[str]:
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
     step = ChainedOptimizer.step_with_ready_grads
-    if overlapped:
+    if wrapped:
         step = expert_param_gather.experts_last(step)
     done: list[str] = []
     first, second = Chunk(done), Chunk([])
@@ -74,6 +74,8 @@ def check_order() -> None:
     steps = ["step dense later", "step experts"]
     assert done_by_a_step() == ["step dense", "gather dense", *steps, "gather experts"]
     assert done_by_a_step(overlapped=False) == ["step dense", *steps]
+    too_early = ["step dense", "gather dense", "gather experts", *steps]
+    assert done_by_a_step(wrapped=False) == too_early, "upstream is right: remove the feature"
 
 
 @pytest.mark.parametrize("version", SUPPORTED_MEGATRON)

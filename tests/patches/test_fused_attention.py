@@ -16,7 +16,7 @@ import accel
 from accel.feature import Context
 from accel.ops import _attention_backends
 from accel.ops._dispatch import _log_fallback_once
-from accel.patches import fused_attention
+from accel.patches import context_parallel, fused_attention
 from accel.patches.fused_attention import accept_backends, choose_backend
 from accel.testing.tolerance import assert_close_to_baseline
 from tests.ops.contract import needs_native
@@ -233,6 +233,13 @@ def test_padding_between_packed_sequences(megatron: None) -> None:
     packed.cu_seqlens_kv = torch.tensor([0, 3, 12])
     with pytest.raises(ValueError, match="as many keys as queries in each"):
         module(*tensors, None, packed_seq_params=packed)
+    packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = None
+    with pytest.raises(
+        ValueError, match=r"context parallelism: .* as many keys as queries in each"
+    ):
+        context_parallel._starts(packed, causal=True)
+    packed.cu_seqlens_kv = plain.clone()
+    assert torch.equal(context_parallel._starts(packed, causal=True), plain)
 
 
 def test_queries_after_a_cache_see_it_whole(megatron: None) -> None:
