@@ -226,14 +226,16 @@ def parameters(raw: Any) -> tuple[str, ...]:
 
 
 def plan(patches: Iterable[Patch]) -> list[Change]:
-    """Resolve and check every patch; change nothing.
+    """Resolve and check every patch; change nothing. A patch that several features share counts once.
 
     Raises:
         PatchError: with *all* problems, in its text and as ``problems``.
     """
     by_target: dict[str, list[Patch]] = {}
     for patch in patches:
-        by_target.setdefault(patch.target, []).append(patch)
+        group = by_target.setdefault(patch.target, [])
+        if patch not in group:
+            group.append(patch)
     problems: list[Problem] = []
     changes: list[Change] = []
     for target, group in by_target.items():

@@ -73,6 +73,14 @@ def applied(*patches: Patch) -> patching.Applied:
     return patching.apply(patches, scope=("victim",))
 
 
+def test_a_patch_that_features_share_counts_once(upstream: types.SimpleNamespace) -> None:
+    with applied(patch("f", "new_f"), patch("f", "loud", how="wrap"), patch("f", "new_f")):
+        assert upstream.victim.f(1) == ("loud", ("new", 1))
+    with applied(patch("f", "loud", how="wrap"), patch("f", "loud", how="wrap")):
+        assert upstream.victim.f(1) == ("loud", ("f", 1))
+    assert upstream.victim.f(1) == ("f", 1)
+
+
 def test_replaces_every_copy_and_restores_identity(upstream: types.SimpleNamespace) -> None:
     original = upstream.victim.f
     with applied(patch("f", "new_f")) as done:

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["needs_flags", "whole_number"]
+from accel.feature import Context
+
+__all__ = ["idle_without", "needs_flags", "whole_number"]
+
+
+def idle_without(*names: str) -> Callable[[Context], str | None]:
+    """A feature's ``idle``: it serves the command lines that give all of Megatron's flags of these `names`
+    (``"fp16"`` is ``--fp16``), and configurations without a command line."""
+
+    def idle(context: Context) -> str | None:
+        missing = [name for name in names if not getattr(context.args, name, None)]
+        if context.args is None or not missing:
+            return None
+        return f"--{missing[0].replace('_', '-')} is not given"
+
+    return idle
 
 
 def needs_flags(args: Any, flag: str, instead: str) -> None:

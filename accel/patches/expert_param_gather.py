@@ -13,7 +13,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from accel.feature import Context, Feature
+from accel.feature import Feature
+from accel.patches._settings import idle_without
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -40,22 +41,13 @@ def experts_last(upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return step_with_ready_grads
 
 
-def _idle(context: Context) -> str | None:
-    args = context.args
-    if args is not None and not getattr(args, _FLAG, False):
-        return f"--{_FLAG.replace('_', '-')} is not given"
-    if args is not None and not getattr(args, "num_experts", None):
-        return "there are no experts"
-    return None
-
-
 FEATURE = Feature(
     name="expert_param_gather",
     summary="gather experts after their own step with --overlap-param-gather-with-optimizer-step",
     preset="off",
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
-    idle=_idle,
+    idle=idle_without(_FLAG, "num_experts"),
     patches=(
         Patch(
             target="megatron.core.optimizer.optimizer:ChainedOptimizer.step_with_ready_grads",

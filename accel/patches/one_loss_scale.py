@@ -13,7 +13,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from accel.feature import Context, Feature
+from accel.feature import Feature
+from accel.patches._settings import idle_without
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -52,18 +53,13 @@ def _held(scalers: Sequence[Any]) -> Iterator[None]:
             del scaler.update
 
 
-def _idle(context: Context) -> str | None:
-    args = context.args
-    return None if args is None or getattr(args, "fp16", False) else "--fp16 is not given"
-
-
 FEATURE = Feature(
     name="one_loss_scale",
     summary="let the loss scales of experts and dense layers change together with --fp16",
     preset="off",
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
-    idle=_idle,
+    idle=idle_without("fp16"),
     patches=(
         Patch(
             target="megatron.core.optimizer.optimizer:ChainedOptimizer.prepare_grads",

@@ -95,7 +95,7 @@ def test_a_step_that_fails_leaves_the_chunk_as_it_was() -> None:
         ({"overlap_param_gather_with_optimizer_step": True, "num_experts": 4}, None),
         (
             {"overlap_param_gather_with_optimizer_step": True, "num_experts": None},
-            "there are no experts",
+            "--num-experts is not given",
         ),
         (
             {"overlap_param_gather_with_optimizer_step": False, "num_experts": 4},
