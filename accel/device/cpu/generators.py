@@ -25,7 +25,7 @@ import torch
 
 from accel.device.cpu.audience import addressed
 
-__all__ = ["HOST"]
+__all__ = ["HOST", "of_this_device"]
 
 HOST = torch.Generator()
 """The generator that the audience sees as the host's."""
@@ -51,18 +51,23 @@ def get_rng_state(device: Any = "cuda") -> torch.Tensor:
     return torch.default_generator.get_state()
 
 
+def of_this_device(state: torch.Tensor) -> torch.Tensor:
+    """A generator's state as the CPU's generator takes it. One that a CUDA run wrote has another form: it
+    becomes the seed of another, and a warning says so."""
+    if state.numel() != _PHILOX_STATE_BYTES:
+        return state
+    digest = hashlib.sha256(state.numpy().tobytes()).digest()
+    seeded = torch.Generator()
+    seeded.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+    _log.warning(
+        "this RNG state was written by a CUDA run (Philox); the CPU generator is seeded from it, "
+        "so random draws continue reproducibly but differ from the CUDA run's"
+    )
+    return seeded.get_state()
+
+
 def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
-    """Set the device's state. A state that a CUDA run wrote has another form: it seeds this
-    generator."""
-    if new_state.numel() == _PHILOX_STATE_BYTES:
-        digest = hashlib.sha256(new_state.numpy().tobytes()).digest()
-        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        _log.warning(
-            "this RNG state was written by a CUDA run (Philox); the CPU generator is seeded from it, "
-            "so random draws continue reproducibly but differ from the CUDA run's"
-        )
-        return
-    torch.default_generator.set_state(new_state)
+    torch.default_generator.set_state(of_this_device(new_state))
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
