@@ -12,6 +12,7 @@ import pytest
 from accel.feature import Context
 from accel.patches import command_line, context_parallel, moe_tp_extend_ep, schedule, te_layers
 from accel.patches.local_spec import without_te
+from accel.patches.memory_history import without_history
 from accel.patches.optimizer_cpu_offload import offload_nothing
 from accel.patches.rope_fusion import without_the_flag
 
@@ -51,6 +52,17 @@ def test_fp8_is_refused_in_one_line_before_anything_is_built(option: str) -> Non
         te_layers.prepare(asked)
     asked.args.transformer_impl = "local"
     assert te_layers.prepare(asked) == []
+
+
+def test_a_history_of_a_cpus_memory_is_not_recorded_and_a_line_says_so() -> None:
+    asked = context(record_memory_history=True)
+    (line,) = without_history(asked)
+    assert not asked.args.record_memory_history
+    assert "--record-memory-history: PyTorch keeps no history" in line
+    assert without_history(asked) == []
+    on_cuda = context("cuda", record_memory_history=True)
+    assert without_history(on_cuda) == []
+    assert on_cuda.args.record_memory_history
 
 
 @WITHOUT_TE
