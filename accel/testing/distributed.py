@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 
+from accel.testing import ranks
 from accel.testing.ranks import Launcher
 
 __all__ = ["free_port", "launch", "under_torchrun"]
@@ -34,7 +35,6 @@ SECONDS_PER_TEST = 300
 """Says that a rank hangs, so it is many times what the longest test needs on a quiet machine."""
 _TAIL_LINES = 60
 _REPORTS = "ACCEL_TEST_REPORTS"
-_FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 
 
 def under_torchrun() -> bool:
@@ -288,12 +288,9 @@ def _launch(
     world_size: int, command: Sequence[str], seconds: float, environment: Mapping[str, str]
 ) -> tuple[int | None, str]:
     """Exit status (``None``: the time was over) and output."""
-    inherited = {
-        k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", *_FROM_TORCHRUN))
-    }
-    environment = {**inherited, "OMP_NUM_THREADS": "1", **environment}
     with tempfile.NamedTemporaryFile(prefix="accel-launch-") as output:
-        status = _LAUNCHER.run(world_size, command, environment, output.name, seconds)
+        of_ranks = ranks.environment(**environment)
+        status = _LAUNCHER.run(world_size, command, of_ranks, output.name, seconds)
         return status, output.read().decode(errors="replace")
 
 

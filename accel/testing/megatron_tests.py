@@ -24,11 +24,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import fnmatch
 import importlib.util
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -38,13 +36,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from accel.testing import bench, megatron_plugin
+from accel.testing import bench, known_failures, megatron_plugin
 from accel.testing.distributed import free_port
+from accel.testing.known_failures import without_folders
 from accel.testing.megatron_arguments import read_docstrings_once
 from accel.testing.megatron_plugin import MOST, RESULTS
+from accel.testing.ranks import wait_for
 
 ROOT = Path(__file__).parents[2]
 EXPECTED = ROOT / "tests" / "megatron_expected.toml"
@@ -164,25 +163,12 @@ def _end(result: FileResult, why: str) -> None:
 
 
 def _wait(ranks: list[int], deadline: float) -> tuple[str, int | None]:
-    """Wait until all ranks are done; if one is stopped, or at the deadline, kill the others. Why they ended,
-    and the rank that was stopped first."""
-    waiting, ended, stopped_rank = set(ranks), "", None
-    while waiting and not ended:
-        for rank, pid in enumerate(ranks):
-            done, status = os.waitpid(pid, os.WNOHANG) if pid in waiting else (0, 0)
-            if done:
-                waiting.discard(pid)
-                if status and not ended:
-                    ended, stopped_rank = _why_stopped(status), rank
-        if waiting and time.monotonic() > deadline:
-            ended = ended or TIME_IS_OVER
-        time.sleep(0.05)
-    for pid in ranks:  # and what they have started, which outlives them
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-    for pid in waiting:
-        os.waitpid(pid, 0)
-    return ended, stopped_rank
+    """Wait until all ranks are done, one is stopped, or the time is over. Why they ended, and the rank that
+    was stopped first."""
+    stopped_rank, status = wait_for(ranks, deadline)
+    if status is None:
+        return TIME_IS_OVER, None
+    return _why_stopped(status) if status else "", stopped_rank
 
 
 def _why_stopped(status: int) -> str:
@@ -322,7 +308,7 @@ def main() -> int:
     before = results / "plain"
     folder = before if args.plain else results
     folder.mkdir(parents=True, exist_ok=True)
-    known = known_of(version)
+    known = known_failures.of(EXPECTED, version)
     page = args.report and args.report.with_suffix("") / f"{version}.md"
     record = page and page.with_suffix(".json")
     rows = json.loads(record.read_text()) if record and record.exists() else {}
@@ -358,25 +344,9 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def known_of(version: str) -> dict[str, Any]:
-    """What `tests/megatron_expected.toml` says of this version of Megatron."""
-    known = tomllib.loads(EXPECTED.read_text())
-    for kind in ("failure", "not_run", "note"):
-        known[kind] = [
-            e for e in known.get(kind, ()) if version in SpecifierSet(e.get("megatron", ""))
-        ]
-    return known
-
-
-def _entry(file: str, test: str, known: list[dict]) -> dict | None:
-    """What `known` says of this test."""
-    name = f"{file}::{test}"
-    return next((e for e in known if any(fnmatch.fnmatchcase(name, p) for p in e["tests"])), None)
-
-
 def expected_reason(file: str, test: str, known: list[dict]) -> str | None:
     """Why this test is known to fail; None if it is not."""
-    entry = _entry(file, test, known)
+    entry = known_failures.entry(f"{file}::{test}", known)
     return entry["reason"] if entry else None
 
 
@@ -390,18 +360,13 @@ def unexpected(found: list[FileResult], known: list[dict]) -> list[str]:
     lines = []
     for result in found:
         for test, outcome in result.outcomes.items():
-            entry = _entry(result.name, test, known)
             name = f"{result.name}::{test}"
+            entry = known_failures.entry(name, known)
             if outcome == "failed" and entry is None:
                 lines.append(f"failed: {name}: {result.reasons[test]}")
             elif outcome == "passed" and entry and not entry.get("sometimes"):
                 lines.append(f"passed, but is listed ({entry['reason']}): {name}")
     return lines
-
-
-def without_folders(text: str) -> str:
-    """Absolute paths are those of the machine: their last part alone."""
-    return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+", "", text)
 
 
 def update(rows: dict[str, dict], found: list[FileResult], plain: list[FileResult]) -> None:
@@ -490,7 +455,7 @@ def overview(folder: Path) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for version, path in sorted(records.items(), reverse=True):
-        of = Counts(json.loads(path.read_text()), known_of(str(version)))
+        of = Counts(json.loads(path.read_text()), known_failures.of(EXPECTED, str(version)))
         totals = " | ".join(map(str, of.totals))
         page = f"[{version}]({folder.name}/{version}.md)"
         lines.append(

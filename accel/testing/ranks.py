@@ -157,25 +157,54 @@ def _wait(ranks: list[int], told: int, deadline: float) -> int | None:
     # its thread must not run while ranks are forked
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     os.write(told, f"{store.port:0{_PORT_DIGITS}}".encode() * len(ranks))
+    _, wait_status = wait_for(ranks, deadline)
+    return None if wait_status is None else os.waitstatus_to_exitcode(wait_status)
+
+
+def wait_for(ranks: Sequence[int], deadline: float) -> tuple[int | None, int | None]:
+    """Wait until these processes, each the leader of its group, are done. At the first that fails, at the
+    deadline, and at the end, kill their groups: ranks, and what they have started.
+
+    Returns: which one failed first, and its status as of `os.waitpid`; `(None, 0)`: none did; `(None, None)`:
+    the time was over.
+    """
     waiting = set(ranks)
+    failed: int | None = None
     status: int | None = 0
     try:
         while waiting and status == 0:
-            for pid in list(waiting):
-                done, wait_status = os.waitpid(pid, os.WNOHANG)
+            for rank, pid in enumerate(ranks):
+                done, wait_status = os.waitpid(pid, os.WNOHANG) if pid in waiting else (0, 0)
                 if done:
                     waiting.discard(pid)
-                    status = status or os.waitstatus_to_exitcode(wait_status)
-            if waiting and time.monotonic() > deadline:
+                    if wait_status and failed is None:
+                        failed, status = rank, wait_status
+            if waiting and status == 0 and time.monotonic() > deadline:
                 status = None
             time.sleep(0.005)
     finally:
-        for pid in ranks:  # and what they have started
+        for pid in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
         for pid in waiting:
             os.waitpid(pid, 0)
-    return status
+    return failed, status
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of ranks: that of this process, but for what torchrun and pytest have put there; one thread each."""
+    theirs = (
+        "PYTEST_",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "GROUP_",
+        "ROLE_",
+        "MASTER_",
+        "TORCHELASTIC_",
+    )
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(theirs)}
+    return {**inherited, "OMP_NUM_THREADS": "1", **more}
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from accel.testing import megatron_tests
+from accel.testing.known_failures import without_folders
 from accel.testing.megatron_tests import (
     WORLD_SIZE,
     FileResult,
@@ -19,7 +20,6 @@ from accel.testing.megatron_tests import (
     report,
     unexpected,
     update,
-    without_folders,
 )
 
 FILE = "transformer/test_x.py"
