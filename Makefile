@@ -1,4 +1,4 @@
-# make demo | make test | make check | make bench | make docs | make asan | make test-megatron
+# make demo | make test | make check | make bench | make docs | make asan | make test-megatron | make test-recipes
 # Each does all its own set-up through make setup.
 # make gpu-wheels, then make gpu on a machine with a GPU, which needs neither setup nor network.
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
@@ -10,8 +10,8 @@ BENCHMARKS := $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[!_]*.py))
 RESULTS = benchmarks/results/$(shell $(PY) -c "from accel.testing.bench import machine_name; print(machine_name())")
 NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/cuda/*.cu csrc/cuda/bindings/*.* csrc/include/accel/*.h csrc/include/accel/cuda/*.h) setup.py
 
-.PHONY: setup demo test check format bench docs asan test-megatron gpu gpu-wheels gpu-peers gpu-rehearsal
-.PHONY: compile-table clean
+.PHONY: setup demo test check format bench docs asan test-megatron test-recipes
+.PHONY: gpu gpu-wheels gpu-peers gpu-rehearsal compile-table clean
 .DELETE_ON_ERROR:
 
 setup: $(VENV)/.native $(VENV)/.megatron $(VENV)/.torch-npu $(VENV)/.data
@@ -108,6 +108,13 @@ test-megatron:
 	@test -n "$(MEGATRON)" || { echo "make test-megatron: give MEGATRON=<a clone of Megatron-LM>"; exit 2; }
 	@$(MAKE) --no-print-directory setup $(VENV)/.megatron-tests
 	PYTHONPATH=$(VENV)/megatron-tests $(PY) -W ignore -m accel.testing.megatron_tests $(MEGATRON) --report docs/megatron-tests.md
+
+# Its nightly configurations, made small, each trained with accel on top; as long, and goes on likewise.
+# RECIPES_ARGS="--only moe --ranks 4" and the like.
+test-recipes:
+	@test -n "$(MEGATRON)" || { echo "make test-recipes: give MEGATRON=<a clone of Megatron-LM>"; exit 2; }
+	@$(MAKE) --no-print-directory setup $(VENV)/.megatron-tests
+	PYTHONPATH=$(VENV)/megatron-tests $(PY) -W ignore -m accel.testing.megatron_recipes $(MEGATRON) --report docs/megatron-recipes.md $(RECIPES_ARGS)
 
 # What make gpu takes along: some 4 MB into .gpu-wheels.
 gpu-wheels: $(VENV)/.requirements
