@@ -7,11 +7,14 @@ import itertools
 import pytest
 import torch
 
+from accel.parallel.context import ContextGroups, documents_of
 from accel.parallel.context.heads import HeadShares
 from accel.parallel.context.ring import Half, Ring, blocks_of, moved, ring_order
 from accel.parallel.context.zigzag import chunks, owners
 
 CHUNK = 3
+ALONE = ContextGroups(heads=None, keys=None, ring=True)
+"""One rank, which says of a mask what several do."""
 
 
 def places(rank: int, half: Half, ranks: int) -> list[int]:
@@ -108,3 +111,32 @@ def test_heads_of_keys_go_where_they_are_read(
         queries = shares.queries[rank]
         read = repeated.repeat_interleave(len(queries) // len(repeated))
         assert read.tolist() == [head // (heads // groups) for head in queries]
+
+
+def hidden_before(first_keys: list[int]) -> torch.Tensor:
+    """`[1, 1, tokens, tokens]`: the causal mask that also hides what is before each token's first key."""
+    keys = torch.arange(len(first_keys))
+    return ((keys < torch.tensor(first_keys)[:, None]) | (keys > keys[:, None]))[None, None]
+
+
+@pytest.mark.parametrize("first_keys", [[0, 1, 1, 3, 3, 3, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]])
+def test_documents_are_read_off_a_mask(first_keys: list[int]) -> None:
+    found = documents_of(hidden_before(first_keys), ALONE, causal=True)
+    assert found is not None
+    assert found.tolist() == [first_keys]
+
+
+@pytest.mark.parametrize(
+    "first_keys",
+    [
+        [0, 0, 0, 1, 2, 3, 4, 5],
+        [0, 0, 0, 0, 0, 0, 0, 1],
+        [0, 0, 2, 2, 2, 3, 4, 5],
+        [0, 0, 2, 2, 0, 0, 0, 0],
+    ],
+    ids=["window", "window at its last query", "window in documents", "back to the first document"],
+)
+def test_a_mask_of_windows_is_not_taken_for_one_of_documents(first_keys: list[int]) -> None:
+    message = "an attention mask of its own.* sliding window give --window-size.*parallel-size 1"
+    with pytest.raises(ValueError, match=message):
+        documents_of(hidden_before(first_keys), ALONE, causal=True)

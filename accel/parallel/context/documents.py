@@ -35,7 +35,7 @@ def documents_of(mask: Tensor, groups: ContextGroups, *, causal: bool) -> Tensor
         mask: `[B, 1, S, whole sequence]` or broadcastable in B, True is hidden.
 
     Raises:
-        ValueError: on all ranks, a mask that hides anything but later tokens and other documents.
+        ValueError: on all ranks, a mask that hides more than later tokens and other documents (a window).
     """
     if mask.is_inference():  # which count no changes
         return _read(mask, groups, causal)
@@ -57,16 +57,23 @@ def _read(mask: Tensor, groups: ContextGroups, causal: bool) -> Tensor | None:
     bounds = torch.tensor([0, num_keys], device=mask.device)
     order = token_order(bounds, num_keys, groups.size)
     first = _first_keys(mask[:, 0], order[groups.rank], causal)
+    in_order = torch.argsort(order.view(-1))
     whole = _gather(first, groups)  # [ranks, B, S]
-    if (whole < 0).any():
+    whole = whole.movedim(0, 1).flatten(1).index_select(1, in_order)
+    if (whole < 0).any() or not _are_documents(whole):
         allowed = "later tokens and other documents" if causal else "nothing"
         raise ValueError(
-            f"context parallelism: an attention mask of its own; split sequences may hide {allowed}"
+            f"context parallelism: an attention mask of its own; split sequences may hide {allowed}. For a "
+            "sliding window give --window-size instead, for any other mask --context-parallel-size 1"
         )
-    if not whole.any():
-        return None
-    in_order = torch.argsort(order.view(-1))
-    return whole.movedim(0, 1).flatten(1).index_select(1, in_order)
+    return whole if whole.any() else None
+
+
+def _are_documents(first: Tensor) -> bool:
+    """Whether a token's first key is itself or that of the token before; in a window it moves along."""
+    places = torch.arange(1, first.shape[1], device=first.device)
+    after = first[:, 1:]
+    return bool(((after == places) | (after == first[:, :-1])).all())
 
 
 def _first_keys(hidden: Tensor, places: Tensor, causal: bool) -> Tensor:
