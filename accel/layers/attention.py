@@ -296,6 +296,11 @@ class DotProductAttention(ExtraState):
         if layout == "thd":
             if cu_seqlens_q is None or cu_seqlens_kv is None:
                 raise ValueError("qkv_format='thd' needs cu_seqlens_q and cu_seqlens_kv")
+            if kind == "arbitrary":
+                raise ValueError(
+                    "attn_mask_type='arbitrary' with packed sequences, which have no mask of their own: use "
+                    "'padding_causal' or 'padding'"
+                )
             causal = "causal" in kind
             starts = packed_starts(
                 (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded), causal
@@ -331,11 +336,11 @@ class DotProductAttention(ExtraState):
                 raise NotImplementedError(
                     f"context parallelism: {reason}; accel has that on one rank"
                 )
-            masked = attention_mask is not None and (kind == "arbitrary" or "padding" in kind)
-            if masked or bias is not None:
+            masked = attention_mask is not None and "padding" in kind
+            if masked or kind == "arbitrary" or bias is not None:
                 raise ValueError(
-                    f"context parallelism: attn_mask_type={kind!r} with a mask or a bias of its own; a "
-                    "split sequence can have a causal mask or none"
+                    f"context parallelism: attn_mask_type={kind!r} asks for a mask or a bias of its own; a "
+                    "split sequence can have a causal mask or none: use 'causal' or 'no_mask'"
                 )
             out = self._split(q, k, v, {"causal": "causal" in kind, "window": window})
             return out.transpose(0, 1) if layout == "bshd" else out

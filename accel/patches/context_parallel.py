@@ -150,6 +150,11 @@ def attend_over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if reason := never_served(self, attention_bias):
             raise ValueError(f"context parallelism: {reason}; accel has that on one rank alone")
         kind = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
+        if kind == "arbitrary" and (attention_mask is None or packed_seq_params is not None):
+            raise ValueError(
+                "context parallelism: attn_mask_type arbitrary without an attention mask, which packed "
+                "sequences never have: use causal or no_mask"
+            )
         window = self.scale_mask_softmax.window_size
         how: dict[str, Any] = {"causal": "causal" in kind, "window": window and tuple(window)}
         if packed_seq_params is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from accel import ops
 from accel.layers import attention as layers
 from accel.layers.attention import HIDDEN, DotProductAttention, mask_kind
+from accel.parallel.context import ContextGroups
 from accel.testing.tolerance import assert_close_to_baseline
 
 S, B, H, G, D = 9, 2, 4, 2, 16
@@ -160,8 +161,24 @@ def test_what_it_cannot_do_is_named(options: dict, error: type, words: str) -> N
 
 
 def test_arbitrary_without_a_mask_is_an_error() -> None:
+    one = layer(attn_mask_type="arbitrary")
     with pytest.raises(ValueError, match="needs an attention_mask"):
-        layer(attn_mask_type="arbitrary")(*qkv())
+        one(*qkv())
+    starts = torch.tensor([0, S], dtype=torch.int32)
+    for mask in (None, OWN):
+        with pytest.raises(
+            ValueError, match="with packed sequences, which have no mask of their own"
+        ):
+            one(
+                *(t[:, 0] for t in qkv()),
+                mask,
+                qkv_format="thd",
+                cu_seqlens_q=starts,
+                cu_seqlens_kv=starts,
+            )
+    one.context_groups = ContextGroups(heads=None, keys=None, ring=True)
+    with pytest.raises(ValueError, match=r"context parallelism: .*'arbitrary'.*'causal' or 'no_"):
+        one(*qkv())
 
 
 def test_masks_of_inference_mode() -> None:
