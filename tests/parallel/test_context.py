@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from accel.parallel.context import ContextGroups, documents_of
+from accel.parallel.context import Attention, ContextGroups, context_attention, documents_of
 from accel.parallel.context.heads import HeadShares
 from accel.parallel.context.ring import Half, Ring, blocks_of, moved, ring_order
 from accel.parallel.context.zigzag import chunks, owners
@@ -140,3 +140,22 @@ def test_a_mask_of_windows_is_not_taken_for_one_of_documents(first_keys: list[in
     message = "an attention mask of its own.* sliding window give --window-size.*parallel-size 1"
     with pytest.raises(ValueError, match=message):
         documents_of(hidden_before(first_keys), ALONE, causal=True)
+
+
+def test_a_mask_of_one_row_is_that_of_every_row() -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, dout = (torch.randn(8, 3, 2, 4, generator=generator) for _ in range(4))
+
+    def results(rows: int) -> list[torch.Tensor]:
+        mask = hidden_before([0, 0, 0, 3, 3, 5, 5, 5]).repeat(rows, 1, 1, 1)
+        first = documents_of(mask, ALONE, causal=True)
+        inputs = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = context_attention(
+            Attention(0.5, kernel=False), *inputs, ALONE, causal=True, documents=first
+        )
+        return [out, *torch.autograd.grad(out, inputs, dout)]
+
+    for one, each in zip(results(1), results(3), strict=True):
+        assert torch.equal(one, each)
+    with pytest.raises(ValueError, match="a mask of 2 rows for a micro-batch of 3"):
+        results(2)

@@ -62,8 +62,8 @@ def context_attention(
         k: `[S, B, G, D]` or `[T, G, D]`; v: the same with a width of its own.
         window: keys to the left and right of its own that a query sees, -1 for all.
         starts: `[sequences + 1]`, where the sequences of the whole pack start, padding counted in.
-        documents: `[B, whole sequence]`, the first key that each token sees: `documents.documents_of`;
-            with a causal mask and without `starts`.
+        documents: `[B, whole sequence]`, or `[1, ...]` for all rows, the first key that each token sees:
+            `documents.documents_of`; with a causal mask and without `starts`.
         ring: how blocks travel, where they do.
 
     Returns:
@@ -85,6 +85,13 @@ def context_attention(
             f"context parallelism: {q.shape[0]} queries of a rank, {k.shape[0]} keys and {v.shape[0]} "
             "values; a split sequence attends to itself, cross attention is for --context-parallel-size 1"
         )
+    if documents is not None:
+        if documents.shape[0] not in (1, q.shape[1]):
+            raise ValueError(
+                f"context parallelism: a mask of {documents.shape[0]} rows for a micro-batch of {q.shape[1]}"
+                ": give a row for each, or one for all"
+            )
+        documents = documents.expand(q.shape[1], -1)
     # Also checks the lengths, before anybody waits for anybody.
     num_tokens = q.shape[0] * groups.size
     bounds = torch.tensor([0, num_tokens], device=q.device) if starts is None else starts
