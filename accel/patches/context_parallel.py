@@ -206,6 +206,7 @@ def check_sizes(context: Context) -> list[str]:
     """
     args = context.args
     ranks = getattr(args, "context_parallel_size", 1) or 1
+    _refuse_documents(args, ranks)
     notes = _translate(args, ranks)
     if ranks == 1:
         return notes
@@ -235,6 +236,19 @@ def check_sizes(context: Context) -> list[str]:
         if name in types:
             _check_heads(args, name, degree)
     return notes
+
+
+def _refuse_documents(args: Any, ranks: int) -> None:
+    """From 0.19 on. Each document would be taken for split over the ranks, as packed sequences are: those of
+    ``--sft``, which Megatron does split so."""
+    asked = getattr(args, "dataloader_inter_document_masking", False)
+    if asked and ranks > 1 and not getattr(args, "sft", False):
+        raise ValueError(
+            f"--dataloader-inter-document-masking with --context-parallel-size {ranks}: Megatron splits "
+            "whole rows over the ranks and describes documents as if each were split, so tokens would see "
+            "those of other documents: use --context-parallel-size 1, or in its place --reset-attention-mask "
+            "--reset-position-ids --transformer-impl local"
+        )
 
 
 def _check_heads(args: Any, comm_type: str, degree: int) -> None:

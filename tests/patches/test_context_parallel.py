@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel.parallel.context import ContextGroups
+from accel.feature import Context
+from accel.parallel.context import ContextGroups, owners
 from accel.patches import context_parallel
 
 ALONE = ContextGroups(heads=None, keys=None, ring=True)
@@ -54,3 +55,39 @@ def test_arbitrary_without_a_mask_is_an_error() -> None:
     assert attend("arbitrary", nothing_hidden).shape == (8, 1, 8)
     with pytest.raises(ValueError, match="an attention mask of its own"):
         attend("arbitrary", nothing_hidden.logical_not().triu(1))
+
+
+def lines(version: str = "0.19.2", **args: Any) -> list[str]:
+    """What start-up says."""
+    return context_parallel.check_sizes(Context("cpu", version, SimpleNamespace(**args)))
+
+
+def test_documents_of_rows_that_are_split_whole_are_refused() -> None:
+    masked = {"dataloader_inter_document_masking": True, "context_parallel_size": 2}
+    message = (
+        "--dataloader-inter-document-masking with --context-parallel-size 2: .*: use --context-"
+    )
+    with pytest.raises(ValueError, match=message):
+        lines(**masked)
+    assert lines(**masked, sft=True) == [], "packed sequences are split each"
+    assert lines(dataloader_inter_document_masking=True, context_parallel_size=1) == []
+
+
+def test_upstream_splits_rows_and_not_their_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    starts = torch.tensor([[0, 4, 16]], dtype=torch.int32)
+    row = torch.arange(16)
+    split = get_batch_on_this_cp_rank(
+        {"tokens": row[None], "cu_seqlens": starts},
+        is_hybrid_cp=False,
+        cp_group=None,
+        use_per_sequence_balancing=True,
+    )
+    assert torch.equal(split["cu_seqlens"], starts)
+    held = split["tokens"][0].tolist()
+    assert held == [0, 1, 2, 3, 12, 13, 14, 15]
+    described = row[owners(starts[0], 16, 2) == 0].tolist()
+    assert held != described, "upstream is right: remove the refusal"
