@@ -207,6 +207,7 @@ def check_sizes(context: Context) -> list[str]:
     args = context.args
     ranks = getattr(args, "context_parallel_size", 1) or 1
     _refuse_documents(args, ranks)
+    _refuse_rotation(context)
     notes = _translate(args, ranks)
     if ranks == 1:
         return notes
@@ -248,6 +249,21 @@ def _refuse_documents(args: Any, ranks: int) -> None:
             "whole rows over the ranks and describes documents as if each were split, so tokens would see "
             "those of other documents: use --context-parallel-size 1, or in its place --reset-attention-mask "
             "--reset-position-ids --transformer-impl local"
+        )
+
+
+def _refuse_rotation(context: Context) -> None:
+    """From 0.18 on sequences of dynamic groups are packs, which upstream rotates by the static group."""
+    args = context.args
+    rotary = getattr(args, "use_rotary_position_embeddings", False)
+    kind = "rope" if rotary else getattr(args, "position_embedding_type", None)
+    if not getattr(args, "hybrid_context_parallel", False) or kind not in ("rope", "yarn", "mrope"):
+        return
+    if not context.megatron.startswith("0.17."):
+        raise ValueError(
+            f"--hybrid-context-parallel with --position-embedding-type {kind}: megatron-core "
+            f"{context.megatron} rotates tokens as if --context-parallel-size ranks held their sequence, "
+            "however many do: leave --hybrid-context-parallel out, or use --position-embedding-type none"
         )
 
 

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import accel
 from accel.feature import Context
 from accel.parallel.context import ContextGroups, owners
 from accel.patches import context_parallel
+from accel.upstream import SUPPORTED_MEGATRON
+from tests.versions import run_on
 
 ALONE = ContextGroups(heads=None, keys=None, ring=True)
 """Stands for several ranks where none is asked for anything."""
@@ -91,3 +94,81 @@ def test_upstream_splits_rows_and_not_their_documents(monkeypatch: pytest.Monkey
     assert held == [0, 1, 2, 3, 12, 13, 14, 15]
     described = row[owners(starts[0], 16, 2) == 0].tolist()
     assert held != described, "upstream is right: remove the refusal"
+
+
+@pytest.mark.parametrize(
+    ("args", "kind"),
+    [
+        ({"position_embedding_type": "rope"}, "rope"),
+        ({"position_embedding_type": "yarn"}, "yarn"),
+        ({"position_embedding_type": "mrope"}, "mrope"),
+        (
+            {"position_embedding_type": "learned_absolute", "use_rotary_position_embeddings": True},
+            "rope",
+        ),
+    ],
+)
+def test_dynamic_groups_are_refused_where_their_rotation_is_wrong(
+    args: dict[str, Any], kind: str
+) -> None:
+    args = {"hybrid_context_parallel": True, "context_parallel_size": 1, **args}
+    message = f"--hybrid-context-parallel with --position-embedding-type {kind}: .*: leave --hybrid"
+    for version in SUPPORTED_MEGATRON:
+        if version.startswith("0.17."):
+            assert lines(version, **args) == []
+            continue
+        with pytest.raises(ValueError, match=message):
+            lines(version, **args)
+        for harmless in ({"hybrid_context_parallel": False}, {"position_embedding_type": "none"}):
+            rotary = {"use_rotary_position_embeddings": False}
+            assert lines(version, **{**args, **harmless, **rotary}) == []
+
+
+class Rotated(Exception):
+    """Carries the group by whose ranks it was to be done."""
+
+
+def check_rotation() -> None:
+    """Of a pack that comes with a group of its own, as a sequence of a dynamic group does from 0.18 on."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer import attention
+
+    from .blocks import HIDDEN, block
+    from .test_fused_adamw import one_rank
+
+    def rotate(*args: Any, cp_group: Any, **options: Any) -> Tensor:
+        raise Rotated(cp_group)
+
+    with one_rank(), pytest.MonkeyPatch.context() as patched:
+        layer = block(1).layers[0].self_attention
+        patched.setattr(attention, "apply_rotary_pos_emb", rotate)
+        starts = torch.tensor([0, 16], dtype=torch.int32)
+        dynamic: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            local_cp_size=2,
+            cp_group=dynamic,
+        )
+        angles = torch.zeros(16, 1, 1, 16)
+        with pytest.raises(Rotated) as caught:
+            layer(torch.randn(8, 1, HIDDEN), None, rotary_pos_emb=angles, packed_seq_params=packed)
+    assert caught.value.args[0] is not dynamic, "upstream is right: remove the refusal"
+
+
+def check_sequences() -> None:
+    """No packs, and so rotated by the angles that are cut for the group."""
+    from megatron.core.utils import get_batch_on_this_hybrid_cp_rank
+
+    accel.enable(preset="off")
+    try:
+        _, params = get_batch_on_this_hybrid_cp_rank({"tokens": torch.arange(8)}, local_cp_size=1)
+    finally:
+        accel.disable()
+    assert params.qkv_format == "sbhd"
+
+
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
+def test_upstream_rotates_sequences_of_dynamic_groups_wrongly_from_0_18_on(version: str) -> None:
+    run_on(version, check_sequences if version.startswith("0.17.") else check_rotation)
