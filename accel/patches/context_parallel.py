@@ -21,11 +21,15 @@ others, and a line says so. Otherwise results differ from one rank's by rounding
 
 ``--accel-context-parallel-window W`` makes two rings: one of W neighbours, while the next W ranks' keys are
 on their way. ``--accel-context-parallel-keep keys`` or ``all`` keeps the received keys, or keys and values,
-for the backward, in each layer or after every ``--accel-context-parallel-keep-interval`` others.
+for the backward, in each layer or after every ``--accel-context-parallel-keep-interval`` others. Where there
+is no ring, a line for each says that it does nothing.
 ``--accel-context-parallel-algo`` and ``--accel-context-parallel-ulysses-degree`` are MindSpeed's way to ask
 for ``--cp-comm-type``.
 
-**Not with** a mask of its own, an attention bias, a softmax with an offset; each is an error that says so.
+**Not with** a mask of its own, an attention bias, a softmax with an offset; nor with
+``--dataloader-inter-document-masking``, whose rows Megatron splits without regard to the documents that it
+describes, or, from 0.18 on, with ``--hybrid-context-parallel`` and rotary embeddings, which it takes from the
+static group. Each is an error that says so.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -209,6 +213,11 @@ def check_sizes(context: Context) -> list[str]:
     _refuse_documents(args, ranks)
     _refuse_rotation(context)
     notes = _translate(args, ranks)
+    types = getattr(args, "cp_comm_type", None) or []
+    types = [types] if isinstance(types, str) else types
+    sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
+    without_ring = _without_ring(context, types, sizes)
+    notes += _unused_settings(args, without_ring)
     if ranks == 1:
         return notes
     length = getattr(args, "seq_length", None)
@@ -218,25 +227,62 @@ def check_sizes(context: Context) -> list[str]:
         raise ValueError(
             f"--seq-length {length} is no multiple of 2 x --context-parallel-size {ranks}: use {near}"
         )
-    sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
     if sizes and math.prod(sizes) != ranks:
         near = ", ".join(f"{a} {ranks // a}" for a in range(1, ranks + 1) if ranks % a == 0)
         raise ValueError(
             f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} do not multiply to "
             f"--context-parallel-size {ranks}: use one of {near}"
         )
-    types = getattr(args, "cp_comm_type", None) or []
-    types = [types] if isinstance(types, str) else types
     if "a2a+p2p" in types and (not sizes or len(sizes) != 2):
         raise ValueError(
             f"--cp-comm-type a2a+p2p with --hierarchical-context-parallel-sizes {sizes}: give two sizes, "
             f"how many ranks exchange heads and how many groups of them there are, that multiply to {ranks}"
         )
-    _check_window(args, sizes[-1] if "a2a+p2p" in types and sizes else ranks)
+    if without_ring is None:
+        _check_window(args, sizes[-1] if "a2a+p2p" in types and sizes else ranks)
     for name, degree in {"a2a": ranks, "a2a+p2p": sizes[0] if sizes else 1}.items():
         if name in types:
             _check_heads(args, name, degree)
     return notes
+
+
+def _without_ring(
+    context: Context, types: Sequence[str], sizes: Sequence[int] | None
+) -> str | None:
+    """Why no layer has a ring of accel's; None: one may."""
+    if reason := idle(context):
+        return reason
+    if types and not any("p2p" in name for name in types):
+        return f"--cp-comm-type {' '.join(types)}"
+    if set(types) == {"a2a+p2p"} and sizes and sizes[-1] == 1:
+        return f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} leave one rank in it"
+    window = getattr(context.args, "window_size", None)
+    if window and window[0] >= 0 and not getattr(context.args, "window_attn_skip_freq", None):
+        return f"--window-size {window[0]},{window[1]}, for which keys are gathered"
+    return None
+
+
+def _unused_settings(args: Any, without_ring: str | None) -> list[str]:
+    """A line for each setting of rings that nothing looks at."""
+    usual = RingSettings()
+    settings: tuple[tuple[str, Callable[[Any], Any], Any], ...] = (
+        ("window", parse_count, usual.window),
+        ("keep", parse_kept, usual.keep),
+        ("keep_interval", parse_interval, usual.interval),
+    )
+    changed = [
+        name for name, parse, value in settings if _given(args, name, parse) not in (None, value)
+    ]
+    lines = []
+    for name in changed:
+        reason = without_ring and f"there is no ring of accel's ({without_ring})"
+        if name == "keep_interval" and "keep" not in changed:
+            reason = reason or "nothing is kept without --accel-context-parallel-keep"
+        if reason:
+            value = getattr(args, f"accel_context_parallel_{name}")
+            flag = f"--accel-context-parallel-{name.replace('_', '-')}"
+            lines.append(f"{flag} {value} does nothing: {reason}")
+    return lines
 
 
 def _refuse_documents(args: Any, ranks: int) -> None:

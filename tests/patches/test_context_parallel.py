@@ -172,3 +172,71 @@ def check_sequences() -> None:
 @pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
 def test_upstream_rotates_sequences_of_dynamic_groups_wrongly_from_0_18_on(version: str) -> None:
     run_on(version, check_sequences if version.startswith("0.17.") else check_rotation)
+
+
+ALL_SETTINGS = {"window": "2", "keep": "all", "keep_interval": "1"}
+
+
+def with_settings(settings: dict[str, str], **args: Any) -> list[str]:
+    flags = {f"accel_context_parallel_{name}": value for name, value in settings.items()}
+    return lines(**{"context_parallel_size": 4, "num_attention_heads": 8, **args}, **flags)
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ({"context_parallel_size": 1}, "--context-parallel-size is 1"),
+        ({"cp_comm_type": ["all_gather"]}, "--cp-comm-type all_gather"),
+        ({"cp_comm_type": ["a2a", "all_gather"]}, "--cp-comm-type a2a all_gather"),
+        (
+            {"cp_comm_type": ["a2a+p2p"], "hierarchical_context_parallel_sizes": [4, 1]},
+            "--hierarchical-context-parallel-sizes 4 1 leave one rank in it",
+        ),
+        ({"window_size": (12, 0)}, "--window-size 12,0, for which keys are gathered"),
+    ],
+)
+def test_settings_of_rings_get_a_line_each_where_there_is_none(
+    args: dict[str, Any], reason: str
+) -> None:
+    args = {"tensor_model_parallel_size": 1, **args}
+    assert with_settings(ALL_SETTINGS, **args) == [
+        f"--accel-context-parallel-{flag} does nothing: there is no ring of accel's ({reason})"
+        for flag in ("window 2", "keep all", "keep-interval 1")
+    ]
+    assert with_settings({}, **args) == []
+    usual = {"window": "1", "keep": "none", "keep_interval": "0"}
+    assert with_settings(usual, **args) == []
+    # of a ring that there is not no window is too wide
+    (line,) = with_settings({"window": "3"}, **args)
+    assert line.startswith("--accel-context-parallel-window 3 does nothing: ")
+    with pytest.raises(ValueError, match="--accel-context-parallel-window: 'two' is no number"):
+        with_settings({"window": "two"}, **args)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {},
+        {"cp_comm_type": ["p2p"]},
+        {"cp_comm_type": ["a2a", "p2p"]},
+        {"cp_comm_type": ["a2a+p2p"], "hierarchical_context_parallel_sizes": [2, 2]},
+        {"window_size": (12, 0), "window_attn_skip_freq": 2},
+        {"window_size": (-1, 0)},
+    ],
+)
+def test_settings_of_rings_get_no_line_where_there_is_one(args: dict[str, Any]) -> None:
+    args = {"tensor_model_parallel_size": 1, **args}
+    assert with_settings(ALL_SETTINGS, **args) == []
+    with pytest.raises(ValueError, match="a window of 3 ranks does not divide the ring"):
+        with_settings({"window": "3"}, **args)
+    (line,) = with_settings({"keep_interval": "1"}, **args)
+    assert line == (
+        "--accel-context-parallel-keep-interval 1 does nothing: nothing is kept without "
+        "--accel-context-parallel-keep"
+    )
+
+
+def test_settings_of_rings_get_a_line_where_mindspeeds_flag_asks_for_none() -> None:
+    first, second = with_settings({"algo": "kvallgather_cp_algo", "window": "2"})
+    assert first == "--context-parallel-algo: --cp-comm-type all_gather"
+    assert second.endswith("there is no ring of accel's (--cp-comm-type all_gather)")
