@@ -5,6 +5,13 @@ extension ``fused_weight_gradient_mlp_cuda``, and refuses to build a linear laye
 missing; ``--defer-embedding-wgrad-compute`` imports it at the end of a step. Here the same two
 functions are one ``addmm_`` into the accumulation buffer. For bf16 inputs and an fp32 buffer the
 product is formed in fp32, so no gradient is rounded to bf16 on its way, as with Apex.
+
+With pipeline stages, ``--mtp-num-layers`` and tied embeddings the last stage's output layer and its lookups
+have one weight. Once the output layer has added its gradient to ``main_grad``, upstream takes no other, and
+that of the words that are looked up ahead is lost, with Apex too. Here it is added, in the way that upstream
+has without pipeline stages; that costs zeros of the weight's size for each product of the output layer, and
+one addition of such a gradient for each micro-batch. Where Apex is installed the feature is idle, and this
+gradient lost.
 """
 
 from __future__ import annotations
@@ -55,6 +62,21 @@ def draining(upstream: Callable[..., None]) -> Callable[..., None]:
     return drain
 
 
+def keeping_lookups(upstream: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wraps ``LanguageModule.setup_embeddings_and_output_layer``."""
+
+    @functools.wraps(upstream)
+    def set_up(self: Any) -> None:
+        upstream(self)
+        looks_up = getattr(self, "mtp_process", False)
+        if looks_up and self.post_process and self.share_embeddings_and_output_weights:
+            # beside the gradient that it has added the output layer then returns zeros, not what memory held,
+            # and data parallelism adds to `main_grad` what comes with them
+            self.shared_embedding_or_output_weight().zero_out_wgrad = True
+
+    return set_up
+
+
 def _apex_serves(context: Context) -> str | None:
     found = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     return "Apex's fused_weight_gradient_mlp_cuda is installed" if found else None
@@ -85,6 +107,17 @@ FEATURE = Feature(
             how="wrap",
             sources=dict.fromkeys(SUPPORTED_MEGATRON, "e1a56bcb3609"),
             why="It imports Apex's extension for the gradients that --defer-embedding-wgrad-compute leaves.",
+        ),
+        Patch(
+            target=(
+                "megatron.core.models.common.language_module.language_module:"
+                "LanguageModule.setup_embeddings_and_output_layer"
+            ),
+            replacement="accel.patches.gradient_accumulation_fusion:keeping_lookups",
+            how="wrap",
+            expects=("self",),
+            why="With pipeline stages upstream loses the gradient of the words that a tied output layer's "
+            "stage looks up.",
         ),
     ),
 )
