@@ -9,8 +9,10 @@ row map of ``accel.ops.moe_row_map`` here, and padding for quantisation lies in 
 needs no pad offsets.
 
 A score function of ``sqrtsoftplus`` is served too; Megatron asks for a version of Transformer Engine
-there, which a wrap of the two router functions answers. Nothing changes where it is installed, nor for
-calls without the flags.
+there, which a wrap of the two router functions answers. Upstream's fused router knows no
+``--moe-enable-routing-replay``: it records nothing, and chooses anew where a choice is to be replayed; nor
+the indices that an inference router asks for. Here the unfused path runs in passes that record or replay, and
+for such indices. Nothing changes where Transformer Engine is installed, nor for calls without the flags.
 """
 
 from __future__ import annotations
@@ -162,14 +164,19 @@ def serve_topk(original: Callable[..., Any]) -> Callable[..., Any]:
         score_function: str = "softmax",
         expert_bias: Tensor | None = None,
         fused: bool = False,
-        *rest: Any,
-        **options: Any,
+        router_replay: Any = None,
+        dense_output: bool = False,
+        **newer: Any,
     ) -> Any:
         choice = (use_pre_softmax, num_groups, group_topk, scaling_factor, score_function)
-        chosen_before = options.get("precomputed_indices") is not None  # refused with `fused`
+        if dense_output or getattr(router_replay, "router_replay_action", None) is not None:
+            fused = False
+        chosen_before = newer.get("precomputed_indices") is not None  # refused with `fused`
         if fused and score_function == "sqrtsoftplus" and not chosen_before:
             return fused_topk_with_score_function(logits, topk, *choice, expert_bias)
-        return original(logits, topk, *choice, expert_bias, fused, *rest, **options)
+        return original(
+            logits, topk, *choice, expert_bias, fused, router_replay, dense_output, **newer
+        )
 
     return route
 

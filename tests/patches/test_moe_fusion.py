@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 import torch
 
-from .moe_layer import CONFIGS, EXPERTS, FLAGS, assert_same, build, one_rank, step
+from .moe_layer import CONFIGS, EXPERTS, FLAGS, TOKENS, assert_same, build, one_rank, step
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is not None,
@@ -23,6 +23,61 @@ def test_flags_compute_what_the_unfused_path_does(name: str, preset: str) -> Non
         stock = step(build(**CONFIGS[name]))
     with one_rank(preset):
         assert_same(step(build(**CONFIGS[name], **FLAGS)), stock)
+
+
+@pytest.mark.parametrize("preset", ["off", "fast"])
+@pytest.mark.parametrize("name", ["dropless", "sigmoid_groups_and_bias", "sqrtsoftplus"])
+def test_a_recorded_choice_is_replayed(name: str, preset: str) -> None:
+    with one_rank(preset):
+        ours, stock = (recorded_and_replayed(name, fused) for fused in (True, False))
+    assert all(map(torch.equal, ours, stock))
+
+
+def recorded_and_replayed(name: str, fused: bool) -> list[torch.Tensor]:
+    """What a router recorded; probabilities and map of passes that replay another choice; and the map of one
+    that chooses again."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    layer = build(**CONFIGS[name], moe_enable_routing_replay=True, moe_router_fusion=fused)
+    RouterReplay.clear_global_router_replay_instances()
+    route, replay = layer.router.routing, layer.router.router_replay
+    logits = torch.randn(TOKENS, 1, EXPERTS, generator=seeded(7))
+    replay.set_router_replay_action(RouterReplayAction.RECORD)
+    chosen = route(logits)[1]
+    recorded = replay.get_recorded_indices()
+    assert torch.equal(chosen, mapped(recorded))
+    others = (recorded + 1) % EXPERTS
+    replay.set_target_indices(others)
+    found = [recorded]
+    for action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD):
+        replay.set_router_replay_action(action)
+        probs, replayed = route(logits)
+        assert torch.equal(replayed, mapped(others))
+        found += [probs, replayed]
+    assert not replay.replay_backward_list
+    replay.clear_router_replay_action()
+    return [*found, route(logits)[1]]
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def mapped(indices: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(len(indices), EXPERTS, dtype=torch.bool).scatter(1, indices, True)
+
+
+def test_indices_are_given_where_they_are_asked_for() -> None:
+    logits = torch.randn(TOKENS, EXPERTS, generator=seeded(8))
+    with one_rank("off"):
+        from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+        ours, stock = (
+            topk_routing_with_score_function(logits, 2, fused=fused, dense_output=True)
+            for fused in (True, False)
+        )
+    assert all(map(torch.equal, ours, stock))
+    assert ours[1].shape == (TOKENS, 2)
 
 
 def test_stock_refuses_the_flags() -> None:
