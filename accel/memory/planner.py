@@ -109,19 +109,31 @@ def choose(layers: Sequence[Layer], needed: int, in_flight: int = 1) -> Plan:
 
 
 def table(layers: Sequence[Layer], plan: Plan) -> str:
-    """The plan as text, one row for consecutive layers with one choice; bytes and times of a row are sums."""
+    """The plan as text, one row for layers that follow each other and have one choice, with their names as in
+    ``1-3, 9-11``; bytes and times of a row are sums."""
     rows = [("layers", "choice", "MiB", "ms")]
     pairs = zip(layers, plan.choices, strict=True)
     for choice, group in itertools.groupby(pairs, key=lambda pair: pair[1].name):
         names, options = zip(*((layer.name, option) for layer, option in group), strict=True)
-        label = names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
-        rows.append((label, choice, *_sums(options)))
+        rows.append((_ranges(names), choice, *_sums(options)))
     rows.append(("total", "", *_sums(plan.choices)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         f"{label:<{widths[0]}}  {choice:<{widths[1]}}  {mib:>{widths[2]}}  {ms:>{widths[3]}}"
         for label, choice, mib, ms in rows
     )
+
+
+def _ranges(names: Sequence[str]) -> str:
+    """Consecutive numbers as their first and last, all else as it is: a rank may have every other chunk of
+    the layers, and those of multi-token prediction are counted from 1 again."""
+    ends: list[list[str]] = []
+    for name in names:
+        if ends and ends[-1][-1].isdecimal() and name == str(int(ends[-1][-1]) + 1):
+            ends[-1] = [ends[-1][0], name]
+        else:
+            ends.append([name])
+    return ", ".join(map("-".join, ends))
 
 
 def _sums(options: Sequence[Option]) -> tuple[str, str]:

@@ -265,3 +265,21 @@ def test_table() -> None:
         "5-6     keep      0.0  0.000",
         "total           105.0  0.300",
     ]
+
+
+@pytest.mark.parametrize(
+    ("names", "rows"),
+    [
+        ("1 2 5 6", ["1-2, 5-6"]),  # the chunks of one of two stages
+        ("1 3 5", ["1, 3, 5"]),
+        ("3 4 1", ["3-4, 1"]),  # a prediction ahead behind the last layers
+        ("9 10 11", ["9-11"]),
+        ("2 1 0", ["2, 1, 0"]),
+        ("a b 1", ["a, b, 1"]),
+    ],
+)
+def test_a_row_names_no_layers_but_its_own(names: str, rows: list[str]) -> None:
+    layers = [Layer(name, 1.0, (KEEP,)) for name in names.split()]
+    plan = Plan((KEEP,) * len(layers), saved=0, seconds=0.0, workspace=0)
+    shown = table(layers, plan).splitlines()[1:-1]
+    assert [row.partition("  ")[0] for row in shown] == rows
