@@ -78,6 +78,57 @@ def test_a_file_of_userbuffers_is_told_to_be_unread() -> None:
     assert prepare(context(tp_comm_overlap_cfg=None)) == []
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, []),
+        ({"use_megatron_fsdp": True}, ["--tp-comm-overlap"]),
+        ({"use_megatron_fsdp": True, "transformer_impl": "transformer_engine"}, []),
+        ({"tp_comm_overlap_ag": False}, ["--disable-tp-comm-overlap-ag"]),
+        (
+            {"tp_comm_overlap_rs": False, "tp_comm_overlap_rs_dgrad": True},
+            ["--disable-tp-comm-overlap-rs", "--tp-comm-overlap-rs-dgrad"],
+        ),
+        ({"tp_comm_overlap_ag": False, "transformer_impl": "transformer_engine"}, []),
+        (
+            {"tp_comm_bulk_wgrad": False, "transformer_impl": "transformer_engine"},
+            ["--disable-tp-comm-bulk-wgrad"],
+        ),
+        ({"tp_comm_bootstrap_backend": "mpi"}, ["--tp-comm-bootstrap-backend"]),
+        ({"tp_comm_split_rs": False, "tp_comm_overlap": False}, []),
+        (
+            {
+                "model_parallel": SimpleNamespace(
+                    tp_comm_overlap=True, tp_comm_overlap_disable_qkv=True
+                )
+            },
+            ["tp_comm_overlap_disable_qkv"],
+        ),
+    ],
+)
+def test_a_setting_without_effect_gets_a_line(given: dict[str, Any], told: list[str]) -> None:
+    prepare = tp_comm_overlap.FEATURE.prepare
+    assert prepare is not None
+    default = {"tp_comm_overlap": True, "transformer_impl": "local", "tp_comm_overlap_ag": True}
+    lines = prepare(context(**{**default, **given}))
+    assert [line.partition(" does nothing")[0] for line in lines] == told
+
+
+def test_defaults_are_megatrons() -> None:
+    """Of the settings that get a line where they have another value."""
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    settings = {
+        **tp_comm_overlap._PARTS,
+        **tp_comm_overlap._BULK,
+        **tp_comm_overlap._USERBUFFERS,
+    }
+    config = ModelParallelConfig()
+    found = {name: value for name, value in vars(config).items() if name.startswith("tp_comm_")}
+    del found["tp_comm_overlap"]
+    assert {name: default for name, (default, _) in settings.items()} == found
+
+
 def test_deferred_gradients_are_taken_while_there_is_room() -> None:
     for limit, room in ((0, 3), (2, 2), (None, 3)):
         buffer: list[Any] = []
