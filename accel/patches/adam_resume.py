@@ -1,7 +1,7 @@
 """Checkpoints of Megatron's optimizers resume with torch's Adam.
 
 Without Apex and Transformer Engine, Megatron runs torch's Adam, whose step count is a tensor of each
-parameter's state. The checkpoint code has five faults with it:
+parameter's state. The checkpoint code has seven faults with it:
 
 * the distributed optimizer asks its states for the step count. Before a load there are none, and on a rank
   whose shards are empty there never are (experts of few parameters): it fails on ``assert len(steps) == 1``.
@@ -14,7 +14,13 @@ parameter's state. The checkpoint code has five faults with it:
 * the states that Megatron makes ahead of a load have moments, but no step count, and a step from there stops
   at ``KeyError: 'step'``; here it is that of the other parameters, or 0;
 * likewise for what was saved so, by the optimizers that are not distributed; here it is that of the
-  parameter's group, where Apex's and Transformer Engine's Adam keep it, or 0, if the moments are 0 too.
+  parameter's group, where Apex's and Transformer Engine's Adam keep it, or 0, if the moments are 0 too;
+* a save before the first step (``--fp16`` skips steps until its loss scale fits) stops, since there are no
+  moments, unless it is of the default kind of ``torch_dist``, whose checkpoint then lacks them; here moments
+  of 0 are saved, and a precision-aware optimizer makes its masters;
+* Megatron-FSDP saves the states that a rank has. Ranks split the parameters end to end, so that a rank may
+  hold nothing of a norm, and Adam makes no state of that: saving waits for ever, each rank in the collectives
+  of other states. Here every rank saves states of all parameters, some of them empty.
 
 An optimizer of accel's counts by parameter beside Transformer Engine too, whose own counts by group: there
 the groups are saved with that count.
@@ -32,6 +38,7 @@ from typing import Any
 import torch
 
 from accel.feature import Feature
+from accel.memory.precision_aware_adam import MOMENTS, PrecisionAwareAdam
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -63,6 +70,20 @@ FEATURE = Feature(
             how="wrap",
             expects=("self", "model_param", "tensors"),
             why="Upstream copies the step count of the unstarted optimizer over the one just loaded.",
+        ),
+        Patch(
+            target=f"{_TARGET}._get_main_param_and_optimizer_states",
+            replacement="accel.patches.adam_resume:with_moments_of_0",
+            how="wrap",
+            expects=("self", "model_param"),
+            why="Upstream saves moments that an optimizer lacks before its first step, and stops.",
+        ),
+        Patch(
+            target=f"{_TARGET}.sharded_param_state_fsdp_dtensor",
+            replacement="accel.patches.adam_resume:with_empty_states",
+            how="wrap",
+            expects=("self", "is_loading"),
+            why="Upstream's ranks save different parameters' states, and wait for each other for ever.",
         ),
         Patch(
             target=f"{_TARGET}.load_state_dict",
@@ -169,12 +190,63 @@ def step_count_kept(set_states: Callable[..., None]) -> Callable[..., None]:
     return set_
 
 
+def with_moments_of_0(get_states: Callable[..., dict]) -> Callable[..., dict]:
+    @functools.wraps(get_states)
+    def get_states_(self: Any, model_param: Any) -> dict:
+        group, place = self.model_param_group_index_map[model_param]
+        shard = self.optimizer.param_groups[group]["params"][place]
+        if isinstance(self.optimizer, PrecisionAwareAdam) and not self.optimizer.state.get(shard):
+            self.optimizer.initialize_state(shard)
+        states = get_states(self, model_param)
+        if isinstance(self.optimizer, torch.optim.Adam):
+            for moment in MOMENTS:
+                if moment not in states:
+                    states[moment] = torch.zeros_like(states["param"])
+        return states
+
+    return get_states_
+
+
+def with_empty_states(get_states: Callable[..., dict]) -> Callable[..., dict]:
+    @functools.wraps(get_states)
+    def sharded_param_state_fsdp_dtensor(self: Any, is_loading: bool = False) -> dict:
+        saved = get_states(self, is_loading)
+        if isinstance(self.optimizer, torch.optim.Adam):
+            saved["state"] = _of_all_parameters(self, saved["state"])
+        return saved
+
+    return sharded_param_state_fsdp_dtensor
+
+
+def _of_all_parameters(self: Any, states: dict[str, dict]) -> dict[str, dict]:
+    """Those of shards that are not empty, and moments of 0 for the other parameters, with the others' step
+    count: an empty shard's own, if it was loaded, is never increased."""
+    groups = self.optimizer.param_groups
+    parameters = {self._param_name(p): p for group in groups for p in group["params"]}
+    kept = {n: states[n] for n, p in parameters.items() if n in states and _held(p)}
+    steps = max((float(state["step"]) for state in kept.values()), default=self.accel_step_count)
+    for name, parameter in parameters.items():
+        if name not in kept:
+            kept[name] = {m: torch.zeros_like(parameter) for m in MOMENTS}
+            kept[name]["step"] = torch.tensor(float(steps))
+    return kept
+
+
+def _held(parameter: Any) -> int:
+    """Number of elements that this rank has."""
+    return int(getattr(parameter, "_local_tensor", parameter).numel())
+
+
 def step_counts_apart(load_state_dict: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     @functools.wraps(load_state_dict)
     def load(self: Any, state_dict: Any) -> None:
         with torch.no_grad():
             if "optimizer" not in state_dict or not _is_asked(self.optimizer):
-                return load_state_dict(self, state_dict)
+                load_state_dict(self, state_dict)
+                states = state_dict.get("state", {}).values()  # Megatron-FSDP's
+                if steps := [float(state["step"]) for state in states if "step" in state]:
+                    self.accel_step_count = int(max(steps))
+                return
             counts, saved = _counts_steps(self.optimizer), state_dict["optimizer"]
             if not counts:  # upstream asks for it all the same
                 saved = {**saved, "param_groups": [{**g, "step": 0} for g in saved["param_groups"]]}

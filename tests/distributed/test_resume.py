@@ -20,13 +20,33 @@ CASES = {
         2,
         "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --ckpt-format torch_dist",
     ),
+    # there are norms of which a rank holds nothing
+    "dp4_megatron_fsdp_bf16": (
+        4,
+        "--num-layers 1 --bf16 --no-gradient-accumulation-fusion --use-megatron-fsdp"
+        " --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor",
+    ),
 }
+SKIPS = """
+    --num-layers 1 --fp16 --initial-loss-scale 16777216 --hysteresis 1 --use-distributed-optimizer
+    --dist-ckpt-optim-fully-reshardable --ckpt-format torch_dist --train-iters 7 --lr-decay-iters 7
+""".split()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_run_equals_the_uninterrupted_one(case: str, tmp_path: Path) -> None:
     ranks, flags = CASES[case]
     check_resumption(ranks, flags.split(), tmp_path)
+
+
+def test_a_run_that_skipped_all_its_steps_resumes(tmp_path: Path) -> None:
+    command = [str(SCRIPT), *MODEL, *SKIPS]
+    whole = numbers(launch(1, [*command, "--save", str(tmp_path), "--save-interval", "2"]))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = numbers(launch(1, [*command, "--load", str(tmp_path)]))
+    assert 2 <= len(whole) <= 5, "the loss scale is as large as it should not be"
+    assert [norm for _, norm in resumed] == [norm for _, norm in whole]
+    assert resumed[-1] == whole[-1]
 
 
 def check_resumption(

@@ -43,6 +43,33 @@ def test_what_was_saved_before_the_first_step_resumes(options: dict, by_stock: b
     assert_same(resumed, whole)
 
 
+@pytest.mark.parametrize("precision_aware", [False, True], ids=["plain", "precision_aware"])
+def test_what_a_distributed_optimizer_saves_before_its_first_step_resumes(
+    precision_aware: bool,
+) -> None:
+    """``--fp16`` skips steps until its loss scale fits."""
+    options = {
+        "bf16": True,
+        "use_distributed_optimizer": True,
+        "use_precision_aware_optimizer": precision_aware,
+    }
+    with one_rank():
+        _, optimizer = build(**options)
+        (inner,) = optimizer.chained_optimizers
+        saved = optimizer.state_dict()
+        states = inner.get_parameter_state_dp_zero(use_gloo_comm=False)
+        ((bucket,),) = inner.get_parameter_state_dp_reshardable()[0].values()
+        model, optimizer = build(**options)
+        (inner,) = optimizer.chained_optimizers
+        optimizer.load_state_dict(saved)
+        inner.load_parameter_state_from_dp_zero(states)
+        resumed = take_steps(model, optimizer, range(3))
+        whole = take_steps(*build(**options), range(3))
+    assert bucket
+    assert all({"param", "exp_avg", "exp_avg_sq"} <= row.keys() for row in bucket)
+    assert_same(resumed, whole)
+
+
 @pytest.mark.parametrize("options", [{"bf16": True}, {}], ids=["bf16", "fp32"])
 def test_states_that_were_made_ahead_can_step(options: dict) -> None:
     with one_rank():
