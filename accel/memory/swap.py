@@ -6,11 +6,11 @@
     unpack    the kernels wait for this one storage, and for no other
 
 A chain is the forward pass of one micro-batch through one chunk of a model, a group one module's part of it:
-so each chain knows what its backward pass needs next, whatever runs between. On the device stay parameters
-and their views, small tensors, small parts of large storages, outputs that :mod:`accel.memory.recompute` will
-free, what is saved under another stream than the chain was opened under, as shared experts' beside their
-tokens' journey, and the groups that are not wanted, as the last ones, whose backward pass comes first. A
-storage that is saved more than once, by any group of a chain, is copied once.
+so each chain knows what its backward pass needs next, whatever runs between. On the device stay parameters,
+frozen ones too, and their views, small tensors, small parts of large storages, outputs that
+:mod:`accel.memory.recompute` will free, what is saved under another stream than the chain was opened under,
+as shared experts' beside their tokens' journey, and the groups that are not wanted, as the last ones, whose
+backward pass comes first. A storage that is saved more than once, by any group of a chain, is copied once.
 
 Nothing is emptied: a tensor that somebody else holds stays what it was, and merely frees no memory. A saved
 tensor that is changed in place before it was released is an error, as it is without this.
@@ -352,9 +352,9 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _is_of_a_leaf(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one."""
+    """Whether a tensor is a parameter, frozen or not, another leaf that has a gradient, or a view of one."""
     base = tensor if tensor._base is None else tensor._base
-    return base.is_leaf and base.requires_grad
+    return isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad)
 
 
 def _storage(tensor: Tensor) -> int:

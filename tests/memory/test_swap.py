@@ -283,6 +283,16 @@ def test_what_stays() -> None:
     assert not stays(lambda swap, x: (x * 2).exp())
 
 
+def test_frozen_parameters_stay() -> None:
+    draw = torch.Generator().manual_seed(7)
+    weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=draw), requires_grad=False)
+    experts = torch.nn.Parameter(torch.randn(4, WIDTH, WIDTH, generator=draw), requires_grad=False)
+    assert stays(lambda swap, x: torch.nn.functional.linear(x * 1, weight))  # saves its transpose
+    assert stays(lambda swap, x: (x * 1) @ experts.view(-1, WIDTH)[:WIDTH])
+    table = weight.detach().clone()  # nobody's parameter
+    assert not stays(lambda swap, x: torch.nn.functional.linear(x * 1, table))
+
+
 def test_parameters_by_another_name_stay() -> None:
     """A module's parameter, detached: it is no leaf's view, but its memory is a parameter's."""
     weight = torch.nn.Parameter(torch.randn(TOKENS, WIDTH))
