@@ -7,8 +7,8 @@
     backward  of the consumer, then of f: each in the graph of the first call
 
 The graph is that of the first call, so gradients flow as if nothing had been freed: to closures and
-past frozen inputs, twice with ``retain_graph``, in double backward. Random generators and autocast are
-as they were in the first call.
+past frozen inputs, twice with ``retain_graph``, in double backward. Random generators, autocast and the
+stream are as they were in the first call.
 
 An output is left alone where freeing it would free something else, because it is a part of a larger
 storage, or is an input's, a consumer's or another output's memory; where no gradient is recorded; and
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from accel.memory.lanes import home_of
 from accel.ops import _native
 
 __all__ = ["Recomputed", "Restorer", "default_generators", "is_running", "watched", "will_be_freed"]
@@ -169,7 +170,8 @@ class _Emptied:
         else:
             self._alias.untyped_storage().resize_(0)
 
-    def fill(self, value: Tensor) -> None:
+    def fill(self, value: Tensor) -> Tensor:
+        """Returns a tensor that has the memory."""
         alias = self._alias
         if (value.dtype, value.size()) != (alias.dtype, alias.size()):
             raise RuntimeError(
@@ -178,11 +180,11 @@ class _Emptied:
             )
         if _native.reason() is not None:
             alias.untyped_storage().resize_(self._num_bytes)
-            alias.copy_(value)
-            return
+            return alias.copy_(value)
         if not _is_whole(value) or value.stride() != alias.stride():
             value = torch.empty_like(alias).copy_(value)
         torch.ops.accel._storage_fill(alias, value)
+        return value
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,7 @@ class _Frame:
         self._versions = [t._version for t in self.tensors()]
         self._generators = generators()
         self._autocast = _autocast_of(self.tensors())
+        self._home = home_of(self.tensors())
         self._count = 0
         self._saved: list[Tensor | None] | None = None
         self.outputs: list[_Emptied | None] = []
@@ -231,6 +234,7 @@ class _Frame:
         assert self._saved is not None
         tensor = self._saved[number]
         assert tensor is not None
+        self._home.lend([tensor])
         return tensor
 
     def drop(self, number: int) -> None:
@@ -240,6 +244,7 @@ class _Frame:
     def fill(self, grad: Tensor) -> None:
         """The hook on what consumers made of the outputs."""
         self._recompute()
+        self._home.lend(())
 
     def _recompute(self) -> None:
         if self._saved is not None:
@@ -248,6 +253,17 @@ class _Frame:
             raise RuntimeError(
                 "an input that is needed to recompute an output was modified in place after it was used"
             )
+        with self._home.at():
+            saved, found = self._run_again()
+            pairs = zip(self.outputs, found, strict=True)
+            filled = [emptied.fill(tensor) for emptied, tensor in pairs if emptied is not None]
+        self._home.lend(filled)
+        self._saved = saved
+        # the hooks of the graph hold the frame for as long as anybody holds what the graph made
+        self.outputs, self._args, self._function = [], (), _never
+
+    def _run_again(self) -> tuple[list[Tensor | None], list[Tensor]]:
+        """What its operations save, and its outputs."""
         saved: list[Tensor | None] = []
 
         def record(tensor: Tensor) -> None:
@@ -270,13 +286,7 @@ class _Frame:
                 "function is not the same the second time"
             )
         found = outputs if isinstance(outputs, tuple) else (outputs,)
-        tensors = [y.detach() for y in found if isinstance(y, Tensor)]
-        for emptied, tensor in zip(self.outputs, tensors, strict=True):
-            if emptied is not None:
-                emptied.fill(tensor)
-        self._saved = saved
-        # the hooks of the graph hold the frame for as long as anybody holds what the graph made
-        self.outputs, self._args, self._function = [], (), _never
+        return saved, [y.detach() for y in found if isinstance(y, Tensor)]
 
 
 def _never(*args: Any) -> Any:

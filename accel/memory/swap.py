@@ -11,6 +11,7 @@ frozen ones too, and their views, small tensors, small parts of large storages, 
 :mod:`accel.memory.recompute` will free, what is saved under another stream than the chain was opened under,
 as shared experts' beside their tokens' journey, and the groups that are not wanted, as the last ones, whose
 backward pass comes first. A storage that is saved more than once, by any group of a chain, is copied once.
+Whatever stream a backward pass asks under, a storage comes back in the chain's, and both streams wait for it.
 
 Nothing is emptied: a tensor that somebody else holds stays what it was, and merely frees no memory. A saved
 tensor that is changed in place before it was released is an error, as it is without this.
@@ -286,13 +287,19 @@ class _Copy:
         if self._device is not None:
             return
         lanes, host = self._swap.lanes, self._host
-        self._device = device = torch.empty_like(host, device=self._swap.device, pin_memory=False)
+
+        def allocate() -> None:
+            self._device = torch.empty_like(host, device=self._swap.device, pin_memory=False)
+
+        # the memory is of the kernels' lane, which may be at work on what was there before; it is asked for
+        # there, because the backward pass may have come here under another stream
+        computed = lanes.run(COMPUTE, allocate)
+        device = self._device
+        assert device is not None
 
         def receive() -> None:
             device.copy_(host, non_blocking=True)
 
-        # the memory is of the kernels' lane, which may be at work on what was there before
-        computed = lanes.run(COMPUTE, _nothing)
         self._arrival = lanes.run(IN, receive, after=(computed, self._departure))
         self._waited = False
 
@@ -305,6 +312,7 @@ class _Copy:
             self._wait(self._arrival)
             self._waited = True
         assert self._device is not None
+        self._swap.lanes.lend(self._device, self._arrival)
         return self._device.untyped_storage()
 
     def _wait(self, event: Any) -> None:

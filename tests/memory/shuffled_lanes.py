@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import Tensor
+
 
 class ShuffledLanes:
     """Work waits until somebody waits for it, and is then done in an order drawn from `seed`."""
@@ -31,6 +33,8 @@ class ShuffledLanes:
         self.count += 1
         self._queues[lane].append((self.count, work, [e for e in after if e is not None]))
         return self.count
+
+    def lend(self, tensor: Tensor, event: int | None) -> None: ...
 
     def wait(self, event: int) -> None:
         while event not in self.done:
