@@ -6,16 +6,19 @@ shard, in another order, so the last of the seven digits of a loss may differ by
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from accel.testing.distributed import launch, under_torchrun
 
-from .test_resume import numbers
+from .test_resume import check_resumption, numbers
 from .training import MODEL, SCRIPT
 
 pytestmark = pytest.mark.skipif(under_torchrun(), reason="launches its own ranks")
+TORCHS = "--use-torch-fsdp2 --ckpt-format torch_dist"
 SHARDED = (
-    "--use-torch-fsdp2 --ckpt-format torch_dist",
+    TORCHS,
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
     " --ckpt-format fsdp_dtensor",
 )
@@ -40,3 +43,24 @@ def test_sharded_gradients_are_clipped_like_whole_ones() -> None:
         for each, wanted in zip(found, expected, strict=True):
             for number, other, unit in zip(each, wanted, (1e-6, 1e-3), strict=True):
                 assert float(number) == pytest.approx(float(other), abs=1.01 * unit), flags
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_resumed_run_is_the_uninterrupted_one(precision: str, tmp_path: Path) -> None:
+    flags = [*TORCHS.split(), "--no-gradient-accumulation-fusion"]
+    check_resumption(2, [*flags, *["--bf16"] * (precision == "bf16")], tmp_path)
+
+
+@pytest.mark.parametrize("sharded", ["first", "then"])
+def test_checkpoints_load_with_whole_parameters_and_theirs_with_sharded_ones(
+    sharded: str, tmp_path: Path
+) -> None:
+    """Megatron's own code saves or loads the whole ones."""
+    flags = [
+        "--ckpt-format",
+        "torch_dist",
+        "--no-gradient-accumulation-fusion",
+        "--clip-grad",
+        "0.0",
+    ]
+    check_resumption(2, flags, tmp_path, **{sharded: ["--use-torch-fsdp2"]})
