@@ -18,14 +18,19 @@ def installed() -> str:
     return version
 
 
-def output_with(version: str, code: str) -> str:
-    """What Python code prints in a process of its own, on that version."""
+def path_of(version: str) -> str:
+    """The ``PYTHONPATH`` of a process that is to find that version, and accel."""
     path = [str(ROOT)]
     if version != installed():
         beside = Path(sys.prefix) / "megatron" / version
         assert beside.is_dir(), f"megatron-core {version} is missing: make setup installs it"
         path.insert(0, str(beside))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    return os.pathsep.join(path)
+
+
+def output_with(version: str, code: str) -> str:
+    """What Python code prints in a process of its own, on that version."""
+    env = {**os.environ, "PYTHONPATH": path_of(version)}
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=env,

@@ -186,6 +186,9 @@ PARTITION = (
 """Modules that ask Transformer Engine's C++ half, as `tex`, which tokens of a pack a context-parallel rank
 holds."""
 
+_SINCE = "1.10.0"
+"""The version of Transformer Engine that they want for it."""
+
 MOCKS_BY_VALUE = (
     f"{_CORE}.models.hybrid.hybrid_layer_specs",
     f"{_CORE}.models.mamba.mamba_layer_specs",  # 0.17
@@ -305,17 +308,53 @@ def _is_at_least(ours: str, version: str, check_equality: bool = True) -> bool:
 def get_version(original: Callable[[], Any]) -> Callable[[], Any]:
     @functools.wraps(original)
     def get_te_version() -> Any:
-        asks = _module_name(sys._getframe(1))
-        if asks == _UTILS:  # is_te_min_version, on behalf of its own caller
-            asks = _module_name(sys._getframe(2))
+        asks = _asking()
         ours = VERSIONS.get(asks) or VERSIONS.get(asks.partition(".")[0])
         return original() if ours is None else Version(ours)
 
     return get_te_version
 
 
-def _module_name(frame: types.FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+def version_for_packs(original: Callable[[], Any]) -> Callable[[], Any]:
+    @functools.wraps(original)
+    def get_te_version() -> Any:
+        found = original()
+        return max(found, Version(_SINCE)) if _asking() in PARTITION else found
+
+    return get_te_version
+
+
+def _asking() -> str:
+    """The module of Megatron's that asks the wrapper which calls this, whatever wraps that one."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None and _module_name(frame) == __name__:
+        frame = frame.f_back
+    if _module_name(frame) == _UTILS and frame is not None:
+        frame = frame.f_back  # is_te_min_version, on behalf of its own caller
+    return _module_name(frame)
+
+
+def _module_name(frame: types.FrameType | None) -> str:
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+
+
+def with_starts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """0.17's own loader never gives the second, and a rank's tokens are found by it; later versions take the
+    first, as here."""
+
+    @functools.wraps(original)
+    def get_thd_batch_on_this_cp_rank(
+        batch: dict[str, Any],
+        cu_seqlens: torch.Tensor,
+        cu_seqlens_padded: torch.Tensor | None,
+        max_seqlen: torch.Tensor,
+        cp_size: int | None = None,
+        cp_rank: int | None = None,
+    ) -> Any:
+        padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+        return original(batch, cu_seqlens, padded, max_seqlen, cp_size, cp_rank)
+
+    return get_thd_batch_on_this_cp_rank
 
 
 @contextlib.contextmanager
@@ -496,9 +535,47 @@ _FLAGS = (
     *((module, "HAVE_TE") for module in (EXTENSION, EXPERTS, *GUARDED) if module not in UNGUARDED),
     (f"{_CORE}.models.gpt.experimental_attention_variant_module_specs", "HAVE_TE"),
     (f"{_CORE}.transformer.heterogeneous.linear_replacements", "HAVE_TE"),
-    (f"{_CORE}.models.mimo.partition.utils", "_HAVE_TEX"),
-    (f"{_CORE}.models.multimodal.llava_model", "HAVE_TEX"),
 )
+
+
+def _flag(module: str, flag: str) -> Patch:
+    return Patch(
+        target=f"{module}:{flag}",
+        replacement="accel.patches.te_layers:HAVE_TE",
+        why="There it guards names that are bound now.",
+        optional=True,
+    )
+
+
+OF_PACKS = (
+    *(
+        Patch(
+            target=f"{module}:tex",
+            replacement="accel.layers.stand_in:tex",
+            why="Which tokens of a pack a rank holds needs no Transformer Engine.",
+            optional=True,
+        )
+        for module in PARTITION
+    ),
+    _flag(f"{_CORE}.models.mimo.partition.utils", "_HAVE_TEX"),
+    _flag(f"{_CORE}.models.multimodal.llava_model", "HAVE_TEX"),
+    Patch(
+        target=f"{_UTILS}:get_thd_batch_on_this_cp_rank",
+        replacement="accel.patches.te_layers:with_starts",
+        how="wrap",
+        expects=("batch", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "cp_size", "cp_rank"),
+        why="0.17's loader gives no lengths with padding, by which upstream looks for a rank's tokens.",
+        optional=True,
+    ),
+    Patch(
+        target=f"{_UTILS}:get_te_version",
+        replacement="accel.patches.te_layers:version_for_packs",
+        how="wrap",
+        expects=(),
+        why="The gates before these calls are told that they are served.",
+    ),
+)
+"""What a pack needs whose sequences are split over ranks, in either spec: those of `packs_over_ranks`."""
 
 FEATURE = Feature(
     name="te_layers",
@@ -524,24 +601,8 @@ FEATURE = Feature(
             for module, what in UNBOUND.items()
             for served in what
         ),
-        *(
-            Patch(
-                target=f"{module}:tex",
-                replacement="accel.layers.stand_in:tex",
-                why="Which tokens of a pack a rank holds needs no Transformer Engine.",
-                optional=True,
-            )
-            for module in PARTITION
-        ),
-        *(
-            Patch(
-                target=f"{module}:{flag}",
-                replacement="accel.patches.te_layers:HAVE_TE",
-                why="There it guards the names above, which are bound now.",
-                optional=True,
-            )
-            for module, flag in _FLAGS
-        ),
+        *(_flag(module, flag) for module, flag in _FLAGS),
+        *OF_PACKS,
         Patch(
             target=f"{MODELOPT}:te",
             replacement="accel.patches.te_layers:modelopt_te",
