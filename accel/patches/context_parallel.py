@@ -14,10 +14,11 @@ Stock's local spec has no context parallelism. Here its attention takes part in 
 
 A causal mask or none, grouped queries with fewer heads of keys than ranks, keys and values of different
 widths (MLA), packed sequences (each a multiple of 2 x CP), sliding windows (``p2p`` gathers the keys for
-these), recomputation, dynamic groups (``PackedSeqParams.cp_group``). ``--reset-attention-mask``: documents
-may begin and end anywhere; keys are gathered unless heads are exchanged. Attention dropout drops what one
-rank would drop, if each chunk, a sequence's 2 x CP-th part, is a multiple of 64; else it drops as many
-others, and a line says so. Otherwise results differ from one rank's by rounding alone.
+these), recomputation, groups that batches bring (``PackedSeqParams.cp_group``,
+``--hybrid-context-parallel``). ``--reset-attention-mask``: documents may begin and end anywhere; keys are
+gathered unless heads are exchanged. Attention dropout drops what one rank would drop, if each chunk, a
+sequence's 2 x CP-th part, is a multiple of 64; else it drops as many others, and a line says so. Otherwise
+results differ from one rank's by rounding alone.
 
 ``--accel-context-parallel-window W`` makes two rings: one of W neighbours, while the next W ranks' keys are
 on their way. ``--accel-context-parallel-keep keys`` or ``all`` keeps the received keys, or keys and values,
@@ -92,15 +93,16 @@ def split_over_ranks(init: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(init).bind(self, *args, **kwargs)
         config = bound.arguments["config"]
+        comm_type = bound.arguments.get("cp_comm_type") or "p2p"
         if config.context_parallel_size == 1:
             init(self, *args, **kwargs)
+            self.accel_cp_comm_type = comm_type  # of groups that batches bring
             return
         alone = copy.copy(config)
         alone.context_parallel_size = 1
         bound.arguments["config"] = alone
         init(*bound.args, **bound.kwargs)
         self.config = config
-        comm_type = bound.arguments.get("cp_comm_type") or "p2p"
         setattr(self, _GROUPS, _groups(bound.arguments.get("pg_collection"), comm_type))
         self.accel_cp_comm_type = comm_type
         self.register_forward_pre_hook(_only_while_on)
@@ -140,6 +142,7 @@ def attend_over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         packed_seq_params: Any = None,
     ) -> Tensor:
         groups = _groups_now(self, packed_seq_params)
+        packed_seq_params = _if_packed(packed_seq_params)
         if groups is None:
             return original(
                 self,
@@ -180,8 +183,16 @@ def _groups_now(module: Any, packed: Any) -> ContextGroups | None:
     """As Megatron's own layer for Transformer Engine: a pack may come with a group of its own."""
     groups: ContextGroups | None = getattr(module, _GROUPS, None)
     if getattr(packed, "cp_group", None) is not None:
-        return ContextGroups.of(packed.cp_group, module.accel_cp_comm_type)
+        comm_type = getattr(module, "accel_cp_comm_type", "p2p")  # one built before this was on
+        return ContextGroups.of(packed.cp_group, comm_type)
     return None if getattr(packed, "local_cp_size", None) is not None else groups
+
+
+def _if_packed(packed: Any) -> Any:
+    """Without what says but how many ranks share a batch of whole sequences, as 0.17's
+    `--hybrid-context-parallel` does for each."""
+    shared = getattr(packed, "local_cp_size", None) is not None or getattr(packed, "cp_group", None)
+    return None if shared and packed.qkv_format != "thd" else packed
 
 
 def _starts(packed: Any, causal: bool) -> Tensor:
@@ -391,7 +402,8 @@ def parse_mask(given: Any) -> str:
 
 
 def idle(context: Context) -> str | None:
-    if getattr(context.args, "context_parallel_size", None) == 1:
+    by_batch = getattr(context.args, "hybrid_context_parallel", False)
+    if getattr(context.args, "context_parallel_size", None) == 1 and not by_batch:
         return "--context-parallel-size is 1"
     if te_installed() and getattr(context.args, "transformer_impl", None) == "transformer_engine":
         return "Transformer Engine has it"

@@ -100,6 +100,24 @@ def part_of_a_pack() -> tuple[dict[str, Any], Any, Any]:
     return batch, PackedSeqParams(qkv_format="thd", **given), group
 
 
+def part_of_a_sequence(ranks: int) -> tuple[dict[str, Any], Any, Any]:
+    """As 0.17's `--hybrid-context-parallel` has it: a group for each batch, of a model whose ranks hold whole
+    sequences otherwise; without a group where that is one rank."""
+    from megatron.core import parallel_state, utils
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    group = parallel_state.get_data_parallel_group() if ranks > 1 else None
+    ends = torch.tensor([0, TOKENS])
+    names = [f"cu_seqlens_{of}{padded}" for of in ("q", "kv") for padded in ("", "_padded")]
+    given = dict.fromkeys(names, ends) | dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), TOKENS)
+    packed = PackedSeqParams(qkv_format="sbhd", local_cp_size=ranks, cp_group=group, **given)
+    batch = whole(torch.arange(TOKENS))
+    if group is not None:
+        new = {} if hasattr(utils, "get_batch_on_this_hybrid_cp_rank") else {"is_hybrid_cp": False}
+        batch = utils.get_batch_on_this_cp_rank(batch, cp_group=group, **new)
+    return batch, packed, group or parallel_state.get_context_parallel_group()
+
+
 def packs(ways: list[str]) -> None:
     """Fails where a way has other losses than one rank, or upstream needs no help."""
     expected = losses(part_of_a_pack)
@@ -111,8 +129,20 @@ def packs(ways: list[str]) -> None:
         losses(part_of_a_pack, context_parallel_size=2)
 
 
+def groups(ways: list[str]) -> None:
+    def alone() -> tuple[dict[str, Any], Any, Any]:
+        batch, _, group = part_of_a_sequence(1)
+        return batch, None, group
+
+    expected = losses(alone)
+    assert losses(lambda: part_of_a_sequence(1)) == expected
+    for way in ways:
+        found = losses(lambda: part_of_a_sequence(2), cp_comm_type=way)
+        assert found == pytest.approx(expected, rel=RELATIVE_TOLERANCE), way
+
+
 if __name__ == "__main__":
     accel.enable(device="cpu", te_layers=False)  # as with --transformer-impl local
     dist.init_process_group("gloo")
-    {"packs": packs}[sys.argv[1]](sys.argv[2:])
+    {"packs": packs, "groups": groups}[sys.argv[1]](sys.argv[2:])
     dist.destroy_process_group()

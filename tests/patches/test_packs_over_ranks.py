@@ -13,7 +13,7 @@ import torch
 import accel
 from accel.feature import Context
 from accel.layers import stand_in
-from accel.patches import packs_over_ranks, te_layers
+from accel.patches import context_parallel, packs_over_ranks, te_layers
 from tests.patches.test_te_layers import asked_by
 
 pytestmark = pytest.mark.skipif(
@@ -103,3 +103,13 @@ def test_it_is_idle_beside_transformer_engine(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("accel.upstream.te_installed", lambda: True)
     found = packs_over_ranks.FEATURE.idle(Context("cpu", "0.19.2", None))
     assert found == "transformer_engine is installed"
+
+
+@pytest.mark.parametrize(
+    ("by_batch", "reason"), [(False, "--context-parallel-size is 1"), (True, None)]
+)
+def test_attention_is_split_where_batches_bring_groups(by_batch: bool, reason: str | None) -> None:
+    """`--hybrid-context-parallel`, with ranks that hold whole sequences otherwise."""
+    given = {"transformer_impl": "local", "context_parallel_size": 1}
+    args = SimpleNamespace(**given, hybrid_context_parallel=by_batch)
+    assert context_parallel.FEATURE.idle(Context("cpu", "0.19.2", args)) == reason
