@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from itertools import permutations
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 import accel
 from accel.feature import Context
@@ -62,6 +65,22 @@ def test_each_serves_alone_and_with_the_other_and_gives_everything_back(
     after = state()
     assert [name for name in before if after[name] is not before[name]] == []
     assert after.keys() == before.keys()
+
+
+@pytest.mark.parametrize(
+    "wraps", permutations([te_layers.get_version, te_layers.version_for_packs])
+)
+def test_both_know_who_asks_whichever_is_the_outer_one(
+    wraps: tuple[Callable[..., Any], ...],
+) -> None:
+    told = wraps[1](wraps[0](lambda: Version("0")))
+    asked = {
+        te_layers.EXTENSION: "2.9.0",
+        te_layers.PARTITION[2]: "2.9.0",
+        "megatron.core.fp8_utils": "0",
+    }
+    for module, version in asked.items():
+        assert eval("told()", {"__name__": module, "told": told}) == Version(version)
 
 
 def test_lengths_with_padding_are_those_without_where_no_others_are_given() -> None:
