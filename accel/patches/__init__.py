@@ -7,6 +7,7 @@ from accel.feature import Feature
 from accel.patches import (
     activation_offloading,
     adam_resume,
+    checkpoint_worker,
     context_parallel,
     cpu_initialization,
     cpu_offloading,
@@ -95,6 +96,7 @@ FEATURES: tuple[Feature, ...] = (
     mtp_recompute.FEATURE,
     activation_offloading.FEATURE,
     cpu_offloading.FEATURE,
+    checkpoint_worker.FEATURE,
     fsdp2_checkpoints.FEATURE,
     adam_resume.FEATURE,
     expert_param_gather.FEATURE,
