@@ -11,6 +11,7 @@ from accel.patches import (
     context_parallel,
     cpu_initialization,
     cpu_offloading,
+    cuda_graphs,
     cuda_rng_states,
     dataset_helpers,
     defer_embedding_wgrad,
@@ -79,6 +80,7 @@ __all__ = ["FEATURES"]
 
 FEATURES: tuple[Feature, ...] = (
     dataset_helpers.FEATURE,
+    cuda_graphs.FEATURE,
     te_layers.FEATURE,
     local_spec.FEATURE,
     gradient_accumulation_fusion.FEATURE,
