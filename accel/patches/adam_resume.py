@@ -1,7 +1,7 @@
 """Checkpoints of Megatron's optimizers resume with torch's Adam.
 
 Without Apex and Transformer Engine, Megatron runs torch's Adam, whose step count is a tensor of each
-parameter's state. The checkpoint code has seven faults with it:
+parameter's state. The checkpoint code has eight faults with it:
 
 * the distributed optimizer asks its states for the step count. Before a load there are none, and on a rank
   whose shards are empty there never are (experts of few parameters): it fails on ``assert len(steps) == 1``.
@@ -20,7 +20,11 @@ parameter's state. The checkpoint code has seven faults with it:
   of 0 are saved, and a precision-aware optimizer makes its masters;
 * Megatron-FSDP saves the states that a rank has. Ranks split the parameters end to end, so that a rank may
   hold nothing of a norm, and Adam makes no state of that: saving waits for ever, each rank in the collectives
-  of other states. Here every rank saves states of all parameters, some of them empty.
+  of other states. Here every rank saves states of all parameters, some of them empty;
+* Megatron-FSDP makes states ahead of a load by a step, with gradients of 0, also where ``--load`` finds no
+  checkpoint, as at the start of most scripts: weights decay, and Adam's bias correction goes on from step 1,
+  so that a training with ``--load`` is another one than without, also with Apex and Transformer Engine. Here
+  these states come without a step.
 
 An optimizer of accel's counts by parameter beside Transformer Engine too, whose own counts by group: there
 the groups are saved with that count.
@@ -84,6 +88,13 @@ FEATURE = Feature(
             how="wrap",
             expects=("self", "is_loading"),
             why="Upstream's ranks save different parameters' states, and wait for each other for ever.",
+        ),
+        Patch(
+            target=f"{_TARGET}._init_optimizer_states_with_dummy_values",
+            replacement="accel.patches.adam_resume:without_a_step",
+            how="wrap",
+            expects=("self",),
+            why="Upstream steps the optimizer to make its states, and nothing takes the step back.",
         ),
         Patch(
             target=f"{_TARGET}.load_state_dict",
@@ -230,6 +241,33 @@ def _of_all_parameters(self: Any, states: dict[str, dict]) -> dict[str, dict]:
             kept[name] = {m: torch.zeros_like(parameter) for m in MOMENTS}
             kept[name]["step"] = torch.tensor(float(steps))
     return kept
+
+
+def without_a_step(init_states: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(init_states)
+    def init_states_(self: Any) -> None:
+        groups, states = self.optimizer.param_groups, self.optimizer.state
+        if all(
+            parameter in states for g in groups for parameter in g["params"] if _held(parameter)
+        ):
+            return  # they are there
+        steps, before = getattr(self, "accel_step_count", None), [dict(group) for group in groups]
+        for group in groups:
+            group["lr"] = 0.0  # neither gradients of 0 nor the decay move a weight
+        try:
+            init_states(self)
+        finally:
+            for group, old in zip(groups, before, strict=True):
+                group["lr"] = old["lr"]
+                if "step" in group:  # Apex and Transformer Engine count there
+                    group["step"] = old.get("step", 0)
+        for state in states.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"].zero_()
+        if steps is not None:
+            self.accel_step_count = steps
+
+    return init_states_
 
 
 def _held(parameter: Any) -> int:

@@ -13,7 +13,10 @@ from accel.patches.adam_resume import (
     step_counts_apart,
     with_a_step_count,
     with_step_counts_from_the_start,
+    without_a_step,
 )
+from accel.upstream import SUPPORTED_MEGATRON
+from tests.versions import run_on
 
 from .test_fused_adamw import build, one_rank, one_step, take_steps
 
@@ -167,6 +170,64 @@ class Lion(torch.optim.Optimizer):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.sub_(moment.lerp(p.grad, 1 - first).sign(), alpha=group["lr"])
                 moment.lerp_(p.grad, 1 - second)
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Counts by group, as Transformer Engine's and Apex's do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                self.state[parameter]["exp_avg"] = parameter.grad.clone()
+                parameter.data *= 1 - group["lr"]
+
+
+def optimizer_before_a_load(init_states: Any, kind: Any) -> Any:
+    """Megatron-FSDP's distributed optimizer, as far as its states go, when they have been made."""
+    parameters = [torch.nn.Parameter(torch.full((3,), float(n))) for n in (1, 2)]
+    groups = [{"params": [p], "lr": 0.1 * n} for n, p in enumerate(parameters, 1)]
+    made = SimpleNamespace(optimizer=kind(groups, {"lr": 1.0, "weight_decay": 0.5}))
+    made.accel_step_count = 0
+    made.optimizer.register_step_post_hook(
+        lambda *_: setattr(made, "accel_step_count", made.accel_step_count + 1)
+    )
+    init_states(made)
+    return made
+
+
+def check_states_without_a_step() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    def adam(groups: Any, defaults: Any) -> torch.optim.AdamW:
+        return torch.optim.AdamW(groups, **defaults)
+
+    upstream = DistributedOptimizer._init_optimizer_states_with_dummy_values
+    stock = optimizer_before_a_load(upstream, adam)
+    assert stock.accel_step_count == 1, "upstream is right: remove the patch"
+    ours = without_a_step(upstream)
+    for kind in (adam, FusedAdam):
+        made = optimizer_before_a_load(ours, kind)
+        groups = made.optimizer.param_groups
+        for number, group in enumerate(groups, 1):
+            (parameter,) = group["params"]
+            assert torch.equal(parameter, torch.full((3,), float(number))), "it decayed"
+            assert parameter.grad is None
+            state = made.optimizer.state[parameter]
+            assert not state["exp_avg"].any()
+            assert float(state.get("step", 0)) == group.get("step", 0) == 0
+            assert group["lr"] == 0.1 * number
+        assert made.accel_step_count == 0
+        before = {p: dict(state) for p, state in made.optimizer.state.items()}
+        ours(made)
+        assert made.accel_step_count == 0
+        for parameter, state in made.optimizer.state.items():
+            assert all(state[key] is value for key, value in before[parameter].items())
+
+
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
+def test_states_that_megatron_fsdp_makes_ahead_of_a_load_come_without_a_step(version: str) -> None:
+    run_on(version, check_states_without_a_step)
 
 
 def build_lion() -> tuple[Any, Any, Any]:
