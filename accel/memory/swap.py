@@ -11,7 +11,8 @@ frozen ones too, and their views, small tensors, small parts of large storages, 
 :mod:`accel.memory.recompute` will free, what is saved under another stream than the chain was opened under,
 as shared experts' beside their tokens' journey, and the groups that are not wanted, as the last ones, whose
 backward pass comes first. A storage that is saved more than once, by any group of a chain, is copied once.
-Whatever stream a backward pass asks under, a storage comes back in the chain's, and both streams wait for it.
+Whatever stream a backward pass asks under, a storage comes back in that of the chain opened last, and both
+streams wait for it.
 
 Nothing is emptied: a tensor that somebody else holds stays what it was, and merely frees no memory. A saved
 tensor that is changed in place before it was released is an error, as it is without this.

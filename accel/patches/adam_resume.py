@@ -235,7 +235,8 @@ def _of_all_parameters(self: Any, states: dict[str, dict]) -> dict[str, dict]:
     groups = self.optimizer.param_groups
     parameters = {self._param_name(p): p for group in groups for p in group["params"]}
     kept = {n: states[n] for n, p in parameters.items() if n in states and _held(p)}
-    steps = max((float(state["step"]) for state in kept.values()), default=self.accel_step_count)
+    count = getattr(self, "accel_step_count", 0)  # of an optimizer that was built before
+    steps = max((float(state["step"]) for state in kept.values()), default=count)
     for name, parameter in parameters.items():
         if name not in kept:
             kept[name] = {m: torch.zeros_like(parameter) for m in MOMENTS}

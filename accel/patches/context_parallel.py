@@ -17,8 +17,9 @@ widths (MLA), packed sequences (each a multiple of 2 x CP), sliding windows (``p
 these), recomputation, groups that batches bring (``PackedSeqParams.cp_group``,
 ``--hybrid-context-parallel``). ``--reset-attention-mask``: documents may begin and end anywhere; keys are
 gathered unless heads are exchanged. Attention dropout drops what one rank would drop, if each chunk, a
-sequence's 2 x CP-th part, is a multiple of 64; else it drops as many others, and a line says so. Otherwise
-results differ from one rank's by rounding alone.
+sequence's 2 x CP-th part, is a multiple of 64; else it drops as many others, and a line says so. A layer with
+a window and a mask of documents heeds both; on one rank upstream's local spec heeds the window alone.
+Otherwise results differ from one rank's by rounding alone.
 
 ``--accel-context-parallel-window W`` makes two rings: one of W neighbours, while the next W ranks' keys are
 on their way. ``--accel-context-parallel-keep keys`` or ``all`` keeps the received keys, or keys and values,
@@ -30,7 +31,7 @@ for ``--cp-comm-type``.
 **Not with** a mask of its own, an attention bias, a softmax with an offset; nor with
 ``--dataloader-inter-document-masking``, whose rows Megatron splits without regard to the documents that it
 describes, or, from 0.18 on, with ``--hybrid-context-parallel`` and rotary embeddings, which it takes from the
-static group. Each is an error that says so.
+static group. Each is an error that says so; what flags ask for is looked at on command lines alone.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from accel.parallel.context import (
     ring_settings,
     switch_on_ring,
 )
+from accel.parallel.context.parts import Part
 from accel.patches._attention import dropout_of, never_served, scale_of
 from accel.patches._settings import needs_flags, whole_number
 from accel.patching import Patch
@@ -141,9 +143,10 @@ def attend_over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        groups = _groups_now(self, packed_seq_params)
+        groups, by_batch = _groups_now(self, packed_seq_params), _is_by_batch(packed_seq_params)
         packed_seq_params = _if_packed(packed_seq_params)
-        if groups is None:
+        # upstream's has no packs, and 0.18 and later make one of each sequence of a dynamic group
+        if groups is None and not (by_batch and packed_seq_params is not None):
             return original(
                 self,
                 query,
@@ -166,7 +169,7 @@ def attend_over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         how: dict[str, Any] = {"causal": "causal" in kind, "window": window and tuple(window)}
         if packed_seq_params is not None:
             how["starts"] = _starts(packed_seq_params, how["causal"])
-        elif attention_mask is not None:
+        elif groups is not None and attention_mask is not None:
             how["documents"] = documents_of(attention_mask, groups, causal=how["causal"])
         whole = Attention(
             scale_of(self), kernel=layer.attention is not None, **dropout_of(self, query.device)
@@ -174,6 +177,9 @@ def attend_over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         ring = ring_settings().of_layer(self.layer_number)
         if layer.attention is not None:
             value = values_apart(query, key, value, self.config)
+        if groups is None:
+            part = Part(how["causal"], how["window"], how["starts"], how["starts"])
+            return whole(query, key, value, part).flatten(-2)
         return context_attention(whole, query, key, value, groups, ring=ring, **how).flatten(-2)
 
     return forward
@@ -188,11 +194,15 @@ def _groups_now(module: Any, packed: Any) -> ContextGroups | None:
     return None if getattr(packed, "local_cp_size", None) is not None else groups
 
 
+def _is_by_batch(packed: Any) -> bool:
+    """Whether the batch says how many ranks share it."""
+    return any(getattr(packed, name, None) is not None for name in ("local_cp_size", "cp_group"))
+
+
 def _if_packed(packed: Any) -> Any:
     """Without what says but how many ranks share a batch of whole sequences, as 0.17's
     `--hybrid-context-parallel` does for each."""
-    shared = getattr(packed, "local_cp_size", None) is not None or getattr(packed, "cp_group", None)
-    return None if shared and packed.qkv_format != "thd" else packed
+    return None if _is_by_batch(packed) and packed.qkv_format != "thd" else packed
 
 
 def _starts(packed: Any, causal: bool) -> Tensor:
@@ -250,7 +260,8 @@ def check_sizes(context: Context) -> list[str]:
             f"how many ranks exchange heads and how many groups of them there are, that multiply to {ranks}"
         )
     if without_ring is None:
-        _check_window(args, sizes[-1] if "a2a+p2p" in types and sizes else ranks)
+        inner = sizes[-1] if "a2a+p2p" in types and sizes else 1
+        _check_window(args, inner if inner > 1 else ranks)
     for name, degree in {"a2a": ranks, "a2a+p2p": sizes[0] if sizes else 1}.items():
         if name in types:
             _check_heads(args, name, degree)

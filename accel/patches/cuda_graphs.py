@@ -53,7 +53,11 @@ def _asked(args: Any) -> list[str]:
 
 def _idle(context: Context) -> str | None:
     """It is done when arguments are final."""
-    return "there is no command line" if context.args is None else "nothing asks for CUDA graphs"
+    return (
+        "there is no command line"
+        if context.args is None
+        else "nothing asks for CUDA graphs any more"
+    )
 
 
 FEATURE = Feature(

@@ -72,7 +72,10 @@ def keeping_lookups(upstream: Callable[[Any], None]) -> Callable[[Any], None]:
         if looks_up and self.post_process and self.share_embeddings_and_output_weights:
             # beside the gradient that it has added the output layer then returns zeros, not what memory held,
             # and data parallelism adds to `main_grad` what comes with them
-            self.shared_embedding_or_output_weight().zero_out_wgrad = True
+            weight = self.shared_embedding_or_output_weight()
+            # of weights that 0.19 gathers for each use, as it says itself, the dummies stay what memory held
+            if not getattr(weight, "is_gtp_weight_remat", False):
+                weight.zero_out_wgrad = True
 
     return set_up
 

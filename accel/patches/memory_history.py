@@ -22,7 +22,9 @@ def without_history(context: Context) -> list[str]:
 
 def _idle(context: Context) -> str | None:
     """It is done when arguments are final."""
-    return "there is no command line" if context.args is None else "no history is asked for"
+    return (
+        "there is no command line" if context.args is None else "no history is asked for any more"
+    )
 
 
 FEATURE = Feature(

@@ -2,9 +2,9 @@
 
 Whatever attention does with a pack, Megatron asks Transformer Engine's C++ half which of its tokens a rank
 holds, and stops where that is not installed: chunks r and 2 N - r - 1 of the 2 N of each sequence, a multiple
-of 2 N tokens each. Here accel answers, for GPT, hybrid (Mamba), LLaVA and MIMO models; attention is
-``context_parallel``'s, which see. The packs of 0.17's own loader, which upstream cannot split with
-Transformer Engine either, are split too.
+of 2 N tokens each. Here accel answers, for GPT, hybrid (Mamba) and MIMO models, and for LLaVA with a hybrid
+language model (upstream refuses others in the local spec); attention is ``context_parallel``'s, which see.
+The packs of 0.17's own loader, which upstream cannot split with Transformer Engine either, are split too.
 
 Costs nothing beyond that answer. Idle under ``--transformer-impl transformer_engine``, where ``te_layers``
 answers the same.

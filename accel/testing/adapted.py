@@ -23,9 +23,12 @@ def main() -> None:
     script = Path(sys.argv[1])
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(script.parent))
-    code = compile(script.read_text(), str(script), "exec")
-    # not by runpy, with which a spawned process would import the script alone
-    exec(code, {"__name__": "__main__", "__file__": str(script)})
+    code = compile(script.read_text(), str(script), "exec", dont_inherit=True)
+    # In this very module, whose copies of patched functions are rebound as a script's are; not by runpy, with
+    # which a spawned process would import the script alone.
+    names = vars(sys.modules["__main__"])
+    names["__file__"] = str(script)
+    exec(code, names)
 
 
 if __name__ == "__main__":

@@ -44,8 +44,9 @@ def test_replicated_weights_are_trained_with_the_sum_of_their_gradients(
     assert len(found) == 3 * (int(os.environ["RANK"]) == 3)
     losses, expected = ([float(loss) for loss, _ in rows] for rows in (found, whole))
     for loss, wanted in zip(losses, expected, strict=True):
-        # the last digit, and of what the training changed as much as rounds a gradient to bf16
-        assert loss == pytest.approx(wanted, abs=1.01e-6 + 2**-8 * abs(wanted - expected[0]))
+        # the last digit, and a small part of what the training changed: gradients are rounded to bf16 after
+        # sums in another order, and by that a router's choice may turn
+        assert loss == pytest.approx(wanted, abs=1.01e-6 + 2**-5 * abs(wanted - expected[0]))
 
 
 def train_and_compare(*more: str) -> tuple[list[tuple[str, str]], dict[str, list[bool]]]:

@@ -142,6 +142,13 @@ def test_a_mask_of_windows_is_not_taken_for_one_of_documents(first_keys: list[in
         documents_of(hidden_before(first_keys), ALONE, causal=True)
 
 
+def test_a_mask_is_read_anew_for_another_kind_of_layer() -> None:
+    mask = hidden_before([0] * 8)
+    assert documents_of(mask, ALONE, causal=True) is None
+    with pytest.raises(ValueError, match="split sequences may hide nothing"):
+        documents_of(mask, ALONE, causal=False)
+
+
 def test_a_mask_of_one_row_is_that_of_every_row() -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, v, dout = (torch.randn(8, 3, 2, 4, generator=generator) for _ in range(4))

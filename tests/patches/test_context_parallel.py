@@ -20,8 +20,14 @@ ALONE = ContextGroups(heads=None, keys=None, ring=True)
 """Stands for several ranks where none is asked for anything."""
 
 
-def attend(kind: str, mask: Tensor | None = None, packed: Any = None) -> Tensor:
-    """The local spec's attention of 8 tokens, built for split sequences."""
+def attend(
+    kind: str,
+    mask: Tensor | None = None,
+    packed: Any = None,
+    groups: ContextGroups | None = ALONE,
+    x: Tensor | None = None,
+) -> Tensor:
+    """The local spec's attention of 8 tokens, built for split sequences; of `x` with itself."""
 
     def upstreams(*args: Any) -> Tensor:
         raise AssertionError("of a rank's own keys alone")
@@ -35,22 +41,44 @@ def attend(kind: str, mask: Tensor | None = None, packed: Any = None) -> Tensor:
         layer_number=1,
         config=None,
     )
-    setattr(module, context_parallel._GROUPS, ALONE)
-    x = torch.randn(*([8] if packed else [8, 1]), 2, 4)
+    setattr(module, context_parallel._GROUPS, groups)
+    if x is None:
+        x = torch.randn(*([8] if packed else [8, 1]), 2, 4)
     forward = context_parallel.attend_over_ranks(upstreams)
     return forward(module, x, x, x, mask, packed_seq_params=packed)
 
 
-def test_arbitrary_without_a_mask_is_an_error() -> None:
-    nothing_hidden = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
-    starts = torch.tensor([0, 8], dtype=torch.int32)
-    packed = SimpleNamespace(
+def pack_of(*starts: int, **more: Any) -> SimpleNamespace:
+    """Megatron's `PackedSeqParams`."""
+    ends = torch.tensor(starts, dtype=torch.int32)
+    return SimpleNamespace(
         qkv_format="thd",
-        cu_seqlens_q=starts,
-        cu_seqlens_kv=starts,
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
         cu_seqlens_q_padded=None,
         cu_seqlens_kv_padded=None,
+        **more,
     )
+
+
+@pytest.mark.parametrize("groups", [None, ALONE], ids=["whole sequences", "split ones"])
+def test_a_pack_that_its_batch_gives_one_rank_is_attended_there(groups: Any) -> None:
+    """0.18 and later make one of each sequence under `--hybrid-context-parallel`."""
+    x = torch.randn(16, 2, 4, generator=torch.Generator().manual_seed(3))
+    packed = pack_of(0, 5, 16, local_cp_size=1, cp_group=None)
+    found = attend("causal", packed=packed, groups=groups, x=x)
+    sequences = [y.transpose(0, 1) for y in x.split([5, 11])]  # [heads, tokens, D]
+    alone = [
+        torch.nn.functional.scaled_dot_product_attention(y, y, y, is_causal=True, scale=0.5)
+        for y in sequences
+    ]
+    expected = torch.cat([y.transpose(0, 1) for y in alone]).flatten(-2)
+    torch.testing.assert_close(found, expected)
+
+
+def test_arbitrary_without_a_mask_is_an_error() -> None:
+    nothing_hidden = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
+    packed = pack_of(0, 8)
     message = "attn_mask_type arbitrary without an attention mask.*: use causal or no_mask"
     for how in ({}, {"packed": packed}, {"packed": packed, "mask": nothing_hidden}):
         with pytest.raises(ValueError, match=message):

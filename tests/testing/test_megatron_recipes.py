@@ -91,8 +91,11 @@ def training(*losses: float, ended: str = "", why: str = "", first: int = 1) -> 
     return Training(ended, why, {str(i): [loss, 2.0] for i, loss in enumerate(losses, first)}, 1.0)
 
 
-def recipe(name: str = "gpt/a", resumes: bool = False, exactly: bool = False) -> Recipe:
+def recipe(
+    name: str = "gpt/a", resumes: bool = False, exactly: bool = False, experts: bool = False
+) -> Recipe:
     layout = {"--bf16": [], "--tensor-model-parallel-size": ["2"]}
+    layout |= {"--num-experts": ["8"]} if experts else {}
     return Recipe(name, "pretrain_gpt.py", layout, 4, {}, resumes, exactly)
 
 
@@ -334,10 +337,13 @@ def test_a_launch_must_print_its_iterations() -> None:
 def test_losses_agree_within_the_rounding_of_bf16() -> None:
     off = training(5.0, 4.9, 4.8)
     assert judge(recipe(), result(off=off, fast=training(5.0, 4.9, 4.8 + 4.8 / 257)))[0] == "agrees"
-    assert (
-        judge(recipe(), result(off=off, fast=training(5.0, 4.9, 4.8 + 4.8 / 250)))[0] == "differs"
-    )
-    assert judge(recipe(), result(off=off, fast=training(5.0, 4.9, math.nan)))[0] == "differs"
+    turned = result(off=off, fast=training(5.0, 4.9, 4.8 + 4.8 / 250))
+    assert judge(recipe(experts=True), turned) == ("differs", "by 4.0e-03, preset fast")
+    assert judge(recipe(), turned) == ("apart", "by 4.0e-03, preset fast")
+    wrong = result(off=off, fast=training(5.0, 4.9, math.nan))
+    for experts in (False, True):
+        assert judge(recipe(experts=experts), wrong)[0] == "apart"
+        assert unexpected([(recipe(experts=experts), wrong)], []), "numbers of preset fast"
 
 
 def test_what_upstream_compares_exactly_must_resume_exactly() -> None:
@@ -380,7 +386,10 @@ def test_the_report_has_a_row_for_each() -> None:
     known = [{"reason": "needs FP8", "tests": ["gpt/fp8"]}]
     text = report([(same, fine), (recipe("gpt/fp8"), stopped)], known, 9, "0.19.2")
     assert text.startswith("<!-- Written by `make test-recipes")
-    assert "**1 agrees, 0 differs, 0 resumed apart, 1 stopped, 0 timed out**: 2 of the 9" in text
+    assert (
+        "**1 agrees, 0 differs, 0 apart, 0 resumed apart, 1 stopped, 0 timed out**: 2 of the 9"
+        in text
+    )
     assert "3.9e-03 (--bf16)" in text
     assert "| needs FP8 | 1 |" in text
     assert (

@@ -40,8 +40,9 @@ def documents_of(mask: Tensor, groups: ContextGroups, *, causal: bool) -> Tensor
     if mask.is_inference():  # which count no changes
         return _read(mask, groups, causal)
     known = _KNOWN.get(mask)
-    if known is None or known[0] != mask._version:
-        known = (mask._version, _read(mask, groups, causal))
+    read = (mask._version, causal)
+    if known is None or known[0] != read:
+        known = (read, _read(mask, groups, causal))
         _KNOWN[mask] = known
     first: Tensor | None = known[1]
     return first
