@@ -239,7 +239,8 @@ class Runner:
         log.write_text("")
         script = ["-m", "accel.testing.adapted", str(self.checkout / recipe.script)]
         path = os.pathsep.join([str(self.checkout), str(ROOT), os.environ.get("PYTHONPATH", "")])
-        environment = ranks.environment(**recipe.environment, PYTHONPATH=path)
+        here = {"PYTHONPATH": path, "ACCEL_DEVICE": "cpu"}
+        environment = ranks.environment(**(recipe.environment | here))
         command = [*script, *recipe.arguments(), *flags]
         start = time.monotonic()
         status = self.launcher.run(recipe.ranks, command, environment, str(log), self.seconds)
