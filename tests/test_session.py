@@ -20,7 +20,7 @@ from accel import device, patching
 from accel.device import cpu
 from accel.feature import PRESETS, Context
 from accel.patches import FEATURES, command_line, norm
-from accel.patching import Patch
+from accel.patching import Patch, PatchError
 from accel.session import SESSION
 from accel.upstream import SUPPORTED_MEGATRON, megatron_version
 
@@ -34,8 +34,19 @@ def clean() -> Any:
 
 def _targets() -> list[Patch]:
     importlib.import_module("megatron.training.arguments")
-    feature_patches = [p for f in FEATURES for p in f.patches if p.how != "provide"]
+    feature_patches = [p for f in FEATURES for p in f.patches if p.how != "provide" and _is_here(p)]
     return [*cpu.patches(), *command_line.HOOKS, *feature_patches]
+
+
+def _is_here(patch: Patch) -> bool:
+    """Not what another version of Megatron has alone."""
+    try:
+        patching.resolve(patch.target)
+    except (PatchError, ImportError):
+        if not patch.optional:
+            raise
+        return False
+    return True
 
 
 def _bound(patches: list[Patch]) -> dict[str, object]:
