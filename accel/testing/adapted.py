@@ -17,9 +17,8 @@ if __name__ in ("__main__", "__mp_main__"):
 
 def main() -> None:
     assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(
-        line_buffering=True
-    )  # a rank that is killed has printed what it had to say
+    # a rank that is killed has printed what it had to say
+    sys.stdout.reconfigure(line_buffering=True)
     script = Path(sys.argv[1])
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(script.parent))

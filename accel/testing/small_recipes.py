@@ -68,9 +68,7 @@ def shrink(flags: Flags, resumes: bool, most: int) -> tuple[Flags, int]:
         small["--window-size"] = [f"{number(small, '--seq-length') // 4 - 1},0"]
     if "--async-save" in small:  # upstream's other strategy needs nvidia-resiliency-ext
         small["--async-strategy"] = ["mcore"]
-    if (
-        "--fp16" in small
-    ):  # the first scale is 2**32, which fp16 skips more iterations with than there are
+    if "--fp16" in small:  # from the usual first scale, 2**32, every iteration would be skipped
         small.setdefault("--initial-loss-scale", ["4096"])
     return small | MOCK_DATA, size
 
