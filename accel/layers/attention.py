@@ -242,9 +242,14 @@ class DotProductAttention(ExtraState):
         Args:
             cp_group, cp_comm_type: see `accel.parallel.context.ContextGroups.of`.
             cp_global_ranks, cp_stream: not needed here.
+
+        Raises:
+            ValueError: `cp_comm_type` is not known, or not what `context_parallel_algo` asks for.
         """
-        self.cp_comm_type = cp_comm_type
-        self.context_groups = None if cp_group is None else ContextGroups.of(cp_group, cp_comm_type)
+        groups = None if cp_group is None else ContextGroups.of(cp_group, cp_comm_type)
+        if groups is not None:
+            ring_settings().check(cp_comm_type)
+        self.cp_comm_type, self.context_groups = cp_comm_type, groups
 
     def forward(
         self,

@@ -26,7 +26,7 @@ on their way. ``--accel-context-parallel-keep keys`` or ``all`` keeps the receiv
 for the backward, in each layer or after every ``--accel-context-parallel-keep-interval`` others. Where there
 is no ring, a line for each says that it does nothing.
 ``--accel-context-parallel-algo`` and ``--accel-context-parallel-ulysses-degree`` are MindSpeed's way to ask
-for ``--cp-comm-type``.
+for ``--cp-comm-type``; without a command line a layer whose configuration says another one is an error.
 
 **Not with** a mask of its own, an attention bias, a softmax with an offset; nor with
 ``--dataloader-inter-document-masking``, whose rows Megatron splits without regard to the documents that it
@@ -100,6 +100,7 @@ def split_over_ranks(init: Callable[..., None]) -> Callable[..., None]:
             init(self, *args, **kwargs)
             self.accel_cp_comm_type = comm_type  # of groups that batches bring
             return
+        ring_settings().check(comm_type)
         alone = copy.copy(config)
         alone.context_parallel_size = 1
         bound.arguments["config"] = alone
@@ -439,7 +440,7 @@ def switch_on(
     keep: Any = "none",
     keep_interval: int = 0,
 ) -> Callable[[], None]:
-    ON[:] = [RingSettings(window, keep, keep_interval)]
+    ON[:] = [RingSettings(window, keep, keep_interval, algo)]
     ring_off = switch_on_ring(ON[0])
 
     def switch_off() -> None:

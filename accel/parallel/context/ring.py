@@ -82,6 +82,16 @@ class RingSettings:
     keep: Kept = "none"
     interval: int = 0
     """Layers between two that keep: 0, all of them do."""
+    comm_type: str | None = None
+    """What every layer is to have; None: what its configuration says."""
+
+    def check(self, comm_type: str) -> None:
+        """Raises ValueError for a layer whose configuration says another `comm_type`."""
+        if self.comm_type not in (None, comm_type.replace("allgather", "all_gather")):
+            raise ValueError(
+                f"context_parallel_algo asks for cp_comm_type={self.comm_type!r}, this layer's configuration "
+                f"says {comm_type!r}: accel changes Megatron's command line alone; set it there"
+            )
 
     def of_layer(self, number: int | None) -> Ring:
         """`number` counts from 1; None: it keeps."""
