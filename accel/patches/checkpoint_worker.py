@@ -56,7 +56,7 @@ def _work(loop: _Loop, device: str, args: tuple[Any, ...]) -> None:
     upstream(*args)
 
 
-def _idle(context: Context) -> str | None:
+def idle(context: Context) -> str | None:
     if getattr(context.args, "async_strategy", None) == "nvrx":
         return "--async-strategy nvrx has a worker of its own"
     return idle_without("async_save", "use_persistent_ckpt_worker")(context)
@@ -69,7 +69,7 @@ FEATURE = Feature(
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
     devices=("cpu", "npu"),
-    idle=_idle,
+    idle=idle,
     patches=(
         Patch(
             target="megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.async_loop",
