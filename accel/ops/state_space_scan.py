@@ -295,7 +295,7 @@ def _backward(
             if d is not None:
                 out.addcmul_(chunk.x, _columns(d, groups).to(out.dtype))
             dz[:, rows] = _back(torch.ops.aten.silu_backward(dout * out, gate))
-            dout *= F.silu(gate)
+            dout = dout * F.silu(gate)  # out of place: it may be autograd's own
         if dd_sum is not None:
             by_column = (dout * chunk.x).sum((0, 3)).flatten(0, 1)
             dd_sum += by_column if dd_sum.ndim == 2 else by_column.sum(-1)

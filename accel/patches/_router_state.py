@@ -1,19 +1,23 @@
-"""What routers count in a forward pass, left as it is while a layer is computed again.
+"""What routers and indexers count in a forward pass, left as it is while a layer is computed again.
 
 A router adds up tokens for each expert, for the global auxiliary loss over the micro-batches so far, and logs
-its losses. Megatron's own recomputation has its first pass without gradients, where none of this is done; a
-pass that records gradients has done it all when the layer runs again.
+its losses, as sparse attention's indexer does. Megatron's own recomputation has its first pass without
+gradients, where none of this is done; a pass that records gradients has done it all when the layer runs
+again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 from accel.memory.recompute import Restorer
 
-__all__ = ["router_state"]
+__all__ = ["router_state", "unlogged_indexer"]
+
+_DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
 
 
 def router_state(layer: Any) -> Restorer:
@@ -62,3 +66,18 @@ def _unlogged() -> Iterator[None]:
     finally:
         for name, tracker in there.items():
             setattr(router, name, tracker)
+
+
+@contextlib.contextmanager
+def unlogged_indexer() -> Iterator[None]:
+    """Sparse attention's indexer adds no loss to what Megatron logs."""
+    helper: Any = getattr(sys.modules.get(_DSA), "DSAIndexerLossLoggingHelper", None)
+    if helper is None:
+        yield
+        return
+    save = vars(helper)["save_loss_to_tracker"]
+    helper.save_loss_to_tracker = staticmethod(lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        helper.save_loss_to_tracker = save

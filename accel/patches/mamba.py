@@ -155,9 +155,11 @@ def conv1d_step(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         intermediate_conv_states: Tensor | None = None,
     ) -> Tensor:
         """Without slots, x may be [1, B, C], a token of each sequence: what static contexts hand over."""
+        rows = x if x.ndim == 3 else x.unsqueeze(1)
+        rows = _sequences_first(rows, conv_state, conv_state_indices)
         if x.device.type == "cuda":  # is_cuda is true of an NPU's too
-            return original(
-                x,
+            y = original(
+                rows,
                 conv_state,
                 weight,
                 bias,
@@ -165,9 +167,9 @@ def conv1d_step(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 conv_state_indices,
                 intermediate_conv_states,
             )
-        rows = x if x.ndim == 3 else x.unsqueeze(1)
+            return y.reshape(x.shape)
         y = causal_conv1d_step(
-            _sequences_first(rows, conv_state, conv_state_indices),
+            rows,
             conv_state,
             weight,
             bias,
@@ -180,12 +182,18 @@ def conv1d_step(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return causal_conv1d_update
 
 
-def _sequences_first(x: Tensor, state: Tensor, slots: Tensor | None) -> Tensor:
+def _sequences_first(x: Any, state: Tensor, slots: Tensor | None) -> Any:
     """[B, S, ...] of [1, B, ...] where each row of the state is a sequence; upstream's kernels would take the
-    tokens of all for those of the first."""
-    if slots is None and x.shape[:2] == (1, state.shape[0]):
+    tokens of all for those of the first. None is None."""
+    if slots is None and x is not None and x.shape[:2] == (1, state.shape[0]):
         return x.transpose(0, 1)
     return x
+
+
+def _nowhere(x: Tensor, state: Tensor) -> Tensor:
+    """One element for the states after each token; upstream's kernel, without a place for them, writes them
+    over the first of `x`, which it reads at the same time."""
+    return state.new_empty(1).expand(*x.shape[:2], *state.shape[1:])
 
 
 def state_step(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -207,9 +215,15 @@ def state_step(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """As Mamba-2 calls it: dt, its bias and A are the same in all columns of a head. Without slots, x may
         be [1, B, heads, columns]."""
         if x.device.type == "cuda":  # is_cuda is true of an NPU's too
-            return original(
+            given: tuple[Any, ...] = (x, dt, B, C, z)
+            if x.ndim == 4:
+                given = tuple(_sequences_first(t, state, state_batch_indices) for t in given)
+            x_, dt, B, C, z = given
+            if intermediate_ssm_states is None and x_.ndim == state.ndim == 4:
+                intermediate_ssm_states = _nowhere(x_, state)
+            y = original(
                 state,
-                x,
+                x_,
                 dt,
                 A,
                 B,
@@ -221,6 +235,7 @@ def state_step(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 state_batch_indices,
                 intermediate_ssm_states,
             )
+            return y.reshape(x.shape)
         if state.ndim != 4 or x.ndim != 4:
             raise ValueError(
                 "selective_state_update without Triton takes x [B, S, heads, columns] and state [slots, "

@@ -13,7 +13,8 @@ Ranks of one pipeline stage decide alike, by the largest of their figures. A bud
 told, with the bytes that are missing and what would save them, and training goes on with the choice that
 saves most. Losses are those of stock, bit for bit, whatever is chosen.
 
-Of a hybrid model's Mamba layer the norm is computed again, or all of it; nothing of it is swapped.
+Of a hybrid model's Mamba layer the norm is computed again, or all of it; nothing of it is swapped. **Not
+with** ``--dsa-indexer-topk-freq`` above 1, whose layers take indices from each other.
 
 What is not known to the plan: micro-batches of other shapes than the second, more of them in flight later
 (``--rampup-batch-size`` with pipeline stages), states of the optimizer that come after the first iteration
@@ -37,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.feature import Feature, Setting
+from accel.feature import Context, Feature, Setting
 from accel.layers.linear import LayerNormLinear
 from accel.memory.layer_costs import (
     OTHER,
@@ -60,7 +61,7 @@ from accel.patches._inner_masters import HOST, SHARED, WANTED
 from accel.patches._kernels import kernels
 from accel.patches._layers import MAMBA_LAYER, TRANSFORMER_LAYER
 from accel.patches._linear import LINEAR
-from accel.patches._router_state import router_state
+from accel.patches._router_state import router_state, unlogged_indexer
 from accel.patches.recompute_modules import megatrons_generators, norms_of, recompute_norms
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
@@ -83,7 +84,7 @@ def _state(layer: Any) -> Restorer:
 
     @contextmanager
     def restored() -> Iterator[None]:
-        with generators(), router():
+        with generators(), router(), unlogged_indexer():
             yield
 
     return restored
@@ -202,6 +203,8 @@ class Planner:
     def run(self, layer: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A layer's forward pass."""
         if layer not in self.layers:
+            if reason := _shares_indices(getattr(layer, "config", None)):
+                raise ValueError(f"memory_budget: {reason}")
             if self.plan is not None:
                 warn_once(
                     "memory_budget", "layers that come after the plan are computed again as a whole"
@@ -560,6 +563,22 @@ def switch_on(value: int) -> Callable[[], None]:
     return switch_off
 
 
+def _refuses(context: Context) -> str | None:
+    return swap_attention.refuses_graphs(context) or _shares_indices(context.args)
+
+
+def _shares_indices(config: Any) -> str | None:
+    """By Megatron's arguments or a layer's configuration: a layer that takes another's indices finds those of
+    the newest micro-batch, as it does under Megatron's own recomputation."""
+    layers = getattr(config, "dsa_indexer_topk_freq", None) or 1
+    if layers == 1:
+        return None
+    return (
+        f"not with --dsa-indexer-topk-freq {layers}: a layer that is computed again would find another "
+        "micro-batch's indices: use 1"
+    )
+
+
 FEATURE = Feature(
     name="memory_budget",
     summary="recompute or swap of each layer what it takes to meet so many GiB at the least time",
@@ -577,7 +596,7 @@ FEATURE = Feature(
         "fine_grained_activation_offloading": "the plan does not know what is moved",
         "cpu_offloading_num_layers": "the plan does not know what is moved",
     },
-    refuses=swap_attention.refuses_graphs,
+    refuses=_refuses,
     settings=(
         Setting(
             name="",

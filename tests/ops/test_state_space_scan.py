@@ -230,6 +230,18 @@ def test_a_state_of_another_size_is_no_state_for_a_step():
         state_space_step(x, dt, a[1:], b, c, torch.zeros(2, HEADS, COLUMNS, STATE), d, z)
 
 
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 10), (2, 65)])
+def test_the_gradient_that_comes_in_stays_as_it_is(heads: int, tokens: int):
+    """Of one head, or of a last chunk of one token, the pieces that are made of it are its own memory."""
+    tensors = problem(1, tokens, torch.float32, sizes=(heads, COLUMNS, 1, STATE))
+    x, dt, a, b, c, d, z, first = (t.requires_grad_() for t in tensors)
+    y, _ = state_space_scan(x, dt, a, b, c, d, z, initial_state=first)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    before = dy.clone()
+    y.backward(dy)
+    assert torch.equal(dy, before)
+
+
 def test_second_derivative_is_an_error():
     leaves = [t.requires_grad_() for t in problem(1, 4, torch.float32)]
     (dx,) = torch.autograd.grad(scan(*leaves)[0].sum(), leaves[0], create_graph=True)

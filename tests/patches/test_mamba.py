@@ -254,6 +254,7 @@ INTERPRETED = textwrap.dedent("""
     from accel.ops import state_space_scan
     from accel.ops.causal_conv1d import causal_conv1d_step
     from accel.ops.state_space_scan import state_space_step
+    from accel.patches import mamba
 
     B, S, C, W, H, P, G, N, Q = 3, 2, 8, 4, 4, 8, 2, 16, 16
     T = 40
@@ -292,6 +293,35 @@ INTERPRETED = textwrap.dedent("""
         x, softplus(dt + bias), a, b, c, state[1], d, z, slots=slots, states_after=after[1]
     )
     same((theirs, ours), state, after)
+
+    # a static context's tokens, [1, B, ...], on a GPU
+    class OnGPU(torch.Tensor):
+        device = torch.device("cuda")
+
+    def on_cpu(kernel):
+        def call(*tensors):
+            return kernel(*(t.as_subclass(torch.Tensor) if isinstance(t, OnGPU) else t for t in tensors))
+        return call
+
+    tokens, taps, beside = normal(1, B, C), normal(C, W), normal(C)
+    state = twice(normal(B, C, W))
+    theirs = mamba.conv1d_step(on_cpu(causal_conv1d_update))(
+        tokens.as_subclass(OnGPU), state[0], taps, beside, "silu", None
+    )
+    ours = causal_conv1d_step(tokens.transpose(0, 1), state[1], taps, beside)
+    same((theirs, ours.transpose(0, 1)), state)
+    state = twice(normal(B, H, P, N))
+    x, z, dt = normal(1, B, H, P), normal(1, B, H, P), normal(1, B, H)
+    b, c = normal(1, B, G, N), normal(1, B, G, N)
+    given = x.clone()
+    theirs = mamba.state_step(on_cpu(selective_state_update))(
+        state[0], x.as_subclass(OnGPU), as_columns(dt, P), as_columns(a, P, N), b, c, as_columns(d, P), z,
+        as_columns(bias, P), True,
+    )
+    assert torch.equal(x, given), "upstream's kernel writes over the first element"
+    x, dt, b, c, z = (t.transpose(0, 1) for t in (x, dt, b, c, z))
+    ours = state_space_step(x, softplus(dt + bias), a, b, c, state[1], d, z)
+    same((theirs, ours.transpose(0, 1)), state)
 
     x, z, dt = normal(T, H, P), normal(T, H, P), normal(T, H)
     b, c = normal(T, G, N), normal(T, G, N)

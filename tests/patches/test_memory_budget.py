@@ -297,6 +297,79 @@ def test_cuda_graphs_are_refused(name: str) -> None:
     assert feature.refuses(context) is None
 
 
+SPARSE = """
+    multi_latent_attention qk_layernorm num_layers=2 hidden_size=64 ffn_hidden_size=64 num_attention_heads=4
+    q_lora_rank=32 kv_lora_rank=32 qk_head_dim=16 qk_pos_emb_head_dim=16 v_head_dim=16
+    dsa_indexer_n_heads=2 dsa_indexer_head_dim=32 dsa_indexer_topk=4
+"""
+
+
+def sparse(**config: Any) -> Any:
+    """A GPT with DeepSeek's sparse attention."""
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+        get_transformer_block_with_experimental_attention_variant_spec as spec_of,
+    )
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import MLATransformerConfig
+
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    pairs = (word.partition("=") for word in SPARSE.split())
+    sizes: dict[str, Any] = {name: int(value) if value else True for name, _, value in pairs}
+    built = MLATransformerConfig(
+        **sizes,
+        experimental_attention_variant="dsa",
+        dsa_indexer_loss_coeff=0.01,
+        dsa_indexer_rotate_activation=False,
+        normalization="RMSNorm",
+        rope_type="rope",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        transformer_impl="transformer_engine",
+        **config,
+    )
+    return GPTModel(built, spec_of(built), 96, 32, position_embedding_type="rope")
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    ids = torch.randint(96, (1, 32), generator=torch.Generator().manual_seed(0))
+    return model(ids, torch.arange(32)[None], None, labels=ids.roll(-1, 1)).sum()
+
+
+def test_the_loss_of_sparse_attentions_indexer_is_logged_once() -> None:
+    from megatron.core.transformer.experimental_attention_variant.dsa import (
+        DSAIndexerLossLoggingHelper as Logged,
+    )
+
+    def run(**options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+        with one_rank(**options):
+            model = sparse()
+            Logged.tracker.clear()
+            loss_of(model).backward()
+            gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return Logged.tracker.pop("values").tolist(), gradients
+
+    logged, expected = run()
+    again, found = run(memory_budget=1.0)
+    assert min(logged) > 0
+    assert again == logged
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_shared_indices_of_sparse_attention_are_refused() -> None:
+    """Stock's full recomputation takes those of the newest micro-batch, too."""
+    message = "not with --dsa-indexer-topk-freq 2.*: use 1"
+    context = Context("cpu", "0.19.2", SimpleNamespace(dsa_indexer_topk_freq=2))
+    with pytest.raises(ValueError, match=message):
+        choose([memory_budget.FEATURE], "off", {"memory_budget": 1.0}, context)
+    with one_rank(memory_budget=1.0), pytest.raises(ValueError, match=message):
+        loss_of(sparse(dsa_indexer_topk_freq=2, dsa_indexer_skip_topk_offset=1))
+
+
 @pytest.mark.parametrize(
     ("short", "advice"),
     [(100, "--accel-shared-weights"), (1000, "--accel-host-optimizer"), (9999, "parallelism")],
