@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -18,15 +19,33 @@ from accel.patches.dead_checkpoint_worker import CheckpointWorkerDied
 pytestmark = pytest.mark.timeout(60)  # upstream waits for ever
 
 
+def work(rank: int, queue: Any, preload_q: Any, comp_q: Any, *more: Any) -> None:
+    """Upstream's worker without a device, and without collecting garbage: a fork has what threads of
+    its parent hold."""
+    gc.disable()
+    while not isinstance(item := queue.get(), str):  # "DONE"
+        args = list(item.async_fn_args)
+        if item.preload_fn is not None:
+            preload_q.get()
+            args[1] = item.preload_fn()
+            preload_q.task_done()
+        item.async_fn(*args)
+        comp_q.put(item.call_idx)
+        queue.task_done()
+    queue.task_done()
+
+
 @pytest.fixture
-def calls() -> Iterator[Any]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Megatron's queue of checkpoints, with a worker that is forked, which takes no imports."""
     from megatron.core.dist_checkpointing.strategies import async_utils
 
-    accel.enable(preset="off", device="cpu")
+    accel.enable(preset="off", device="cpu", checkpoint_worker=False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     queue = async_utils.AsyncCallsQueue(persistent=True)
-    queue.warmup_persistent_caller(0, "fork")
+    with monkeypatch.context() as patch:
+        patch.setattr(async_utils.PersistentAsyncCaller, "async_loop", staticmethod(work))
+        queue.warmup_persistent_caller(0, "fork")
     yield queue
     if worker := async_utils.PersistentAsyncCaller._persistent_process:
         worker.kill()
@@ -122,7 +141,7 @@ def test_what_was_written_before_the_end_counts(calls: Any, tmp_path: Path) -> N
 
 
 def test_upstream_goes_on_without_a_word(calls: Any) -> None:
-    accel.enable(preset="off", dead_checkpoint_worker=False)
+    accel.enable(preset="off", checkpoint_worker=False, dead_checkpoint_worker=False)
     calls.schedule_async_request(request(die))
     worker = calls._get_async_caller().process
     worker.join(30)
