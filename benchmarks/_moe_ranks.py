@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -218,6 +217,9 @@ class Gpt:
     def __init__(self, quick: bool, skewed: bool) -> None:
         self.sizes, self.skewed = Sizes.of(quick), skewed
         self.layers, self.length = (1, 32) if quick else (2, self.sizes.rows // 2)
+        self.even = torch.zeros(self.sizes.experts)
+        self.zipf = -1.2 * torch.arange(1, self.sizes.experts + 1).log()
+        self.popularity = self.zipf
 
     def model(self) -> Any:
         from megatron.core.models.gpt import GPTModel
@@ -253,22 +255,19 @@ class Gpt:
             share_embeddings_and_output_weights=False,
         )
         if self.skewed:
-            popularity = -1.2 * torch.arange(1, self.sizes.experts + 1).log()
             for layer in model.decoder.layers:
-                layer.mlp.router.gating = _biased(layer.mlp.router, popularity)
+                layer.mlp.router.gating = self._biased(layer.mlp.router.gating)
         return model
 
+    def _biased(self, stock: Any) -> Any:
+        """Logits that differ from token to token as much as Zipf's law needs, and by popularity."""
 
-def _biased(router: Any, popularity: Tensor) -> Any:
-    """Logits that differ from token to token as much as Zipf's law needs, and by an expert's popularity."""
-    stock = router.gating
+        def gating(x: Tensor) -> Tensor:
+            logits = stock(x)
+            noise = (logits - logits.mean(-1, keepdim=True)) / logits.std(-1, keepdim=True)
+            return 1.28 * noise + self.popularity  # 1.28: as a Gumbel variable's
 
-    def gating(x: Tensor) -> Tensor:
-        logits = stock(x)
-        noise = (logits - logits.mean(-1, keepdim=True)) / logits.std(-1, keepdim=True)
-        return 1.28 * noise + popularity  # 1.28: as a Gumbel variable's
-
-    return gating
+        return gating
 
 
 def gpt(quick: bool, skewed: bool = False) -> dict[str, Any]:
@@ -280,7 +279,9 @@ def gpt(quick: bool, skewed: bool = False) -> dict[str, Any]:
     mask = torch.ones(1, 1, shape.length, shape.length, dtype=torch.bool).triu(1)
     weights = list(model.parameters())
 
-    def step(options: Mapping[str, Any]) -> float:
+    def step(side: str) -> float:
+        options = sides[side]
+        shape.popularity = shape.even if side == EVEN else shape.zipf
         for weight in weights:
             weight.grad = None
         with enabled(options):
@@ -295,18 +296,18 @@ def gpt(quick: bool, skewed: bool = False) -> dict[str, Any]:
     sides = {
         STOCK: {},
         GROUPED: {"grouped_gemm": True},
-        **({WITHOUT: overlapped, OURS: copied} if skewed else {OURS: overlapped}),
+        **({WITHOUT: overlapped, OURS: copied, EVEN: overlapped} if skewed else {OURS: overlapped}),
     }
     gradients, seconds = {}, {}
-    for side, options in sides.items():
-        step(options)
+    for side in sides:
+        step(side)
         gradients[side] = [
             torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights
         ]
         seconds[side] = []
     for _ in range(rounds):
-        for side, options in sides.items():
-            seconds[side].append(step(options))
+        for side in sides:
+            seconds[side].append(step(side))
     error = torch.tensor(
         max(
             float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))

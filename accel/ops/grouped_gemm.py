@@ -255,8 +255,9 @@ def _check_counts(counts: Tensor, num_rows: int) -> None:
     if torch.compiler.is_compiling() or counts.device.type != "cpu":
         # Not known while tracing, or not without waiting. What reads the rows must keep to them anyway.
         return
-    if int(counts.min()) < 0 or int(counts.sum()) != num_rows:
+    rows = counts.tolist()
+    if min(rows) < 0 or sum(rows) != num_rows:
         raise ValueError(
             f"grouped_gemm: tokens_per_expert must not be negative and sum up to {num_rows}, the rows "
-            f"of x, got {counts.tolist()}"
+            f"of x, got {rows}"
         )

@@ -1,11 +1,11 @@
 """Mixtures of experts whose tokens travel while other tokens are computed.
 
 Stock waits for the all-to-all that brings tokens to their experts, computes, and waits for the one that
-brings the results home; the backward does the same. Here a rank computes its shared experts and half of the
-tokens that stay where they are while the others travel, then the experts' tokens slice by slice, each
-slice's results on their way home under the next, and the rest of its own last. The backward is the same
-with gradients, and the weights' gradients of all come last, under the return of the tokens'. Tokens arrive
-where the grouped products read them: nothing is sorted after an all-to-all or before it.
+brings the results home; the backward does the same. Here a rank computes its shared experts and some of the
+tokens that stay where they are while the others travel, then the experts slice by slice, each slice's
+results on their way home under the next. The backward is the same with gradients, and the weights' gradients
+come last, under the return of the tokens'. Tokens arrive where the grouped products read them: nothing is
+sorted after an all-to-all or before it.
 
 ``--accel-moe-overlap-slices N`` (4) cuts a rank's experts into N slices; no more than it has.
 

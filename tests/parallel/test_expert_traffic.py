@@ -32,8 +32,8 @@ def traffics(draw: st.DrawFn) -> list[Traffic]:
 def test_each_row_is_computed_once(of_ranks: list[Traffic]) -> None:
     seen: Counter[tuple[int, int]] = Counter()
     for traffic in of_ranks:
-        pieces = [*traffic.own(), *traffic.guests()]
-        pieces += [traffic.arriving(index) for index in range(traffic.slices)]
+        pieces = [traffic.apart(), *traffic.guests()]
+        pieces += [traffic.piece(index) for index in range(traffic.slices)]
         for piece in pieces:
             assert (
                 piece.rows == sum(block.rows for block in piece.blocks) == int(piece.counts().sum())
@@ -55,7 +55,7 @@ def test_both_ends_of_a_message_agree(of_ranks: list[Traffic]) -> None:
                 leaves = [(e, sender.mine[e]) for e in sender.leaving(receiver.rank, index)]
                 comes = [
                     (block.expert, block.rows)
-                    for block in receiver.arriving(index).blocks
+                    for block in receiver.piece(index).blocks
                     if block.source == sender.rank
                 ]
                 assert leaves == comes
@@ -66,20 +66,20 @@ def test_both_ends_of_a_message_agree(of_ranks: list[Traffic]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(traffics())
-def test_own_rows_are_two_pieces_that_lie_together(of_ranks: list[Traffic]) -> None:
+def test_own_rows_of_the_last_slice_lie_together(of_ranks: list[Traffic]) -> None:
     for traffic in of_ranks:
-        first, last = traffic.own()
-        assert first.rows <= (first.rows + last.rows) / 2
-        at = traffic.rows(traffic.owned(traffic.rank).start).start
-        for piece in (first, last):
-            for block in piece.blocks:
-                assert traffic.rows(block.expert) == slice(at, at + block.rows)
-                at += block.rows
+        last = traffic.slice_of(traffic.rank, traffic.slices - 1)
+        blocks = traffic.apart().blocks
+        assert [block.expert for block in blocks] == [e for e in last if traffic.mine[e]]
+        at = traffic.rows(last.start).start
+        for block in blocks:
+            assert traffic.rows(block.expert) == slice(at, at + block.rows)
+            at += block.rows
 
 
 def test_places_of_blocks_follow_each_other() -> None:
     traffic = Traffic([[1, 2], [3, 0]], 0, slices=1)
-    piece = traffic.arriving(0)
+    piece = traffic.piece(0)
     assert [(block.source, where) for block, where in piece.places()] == [(1, slice(0, 3))]
     assert torch.equal(piece.counts(), torch.tensor([3]))
 

@@ -1,9 +1,12 @@
 """A mixture of experts over an expert-parallel group, its rows under way while others are computed.
 
-    forward    rows go to their experts' ranks     beside it: what the caller has, half of the own rows
-               results come home, slice by slice   the slices after it, the other half of the own rows
-    backward   gradients of results go out         what the caller has, half of the own rows
-               gradients of rows come home         the slices after it, the other half, all weights' gradients
+    forward    rows go to their experts' ranks     beside it: what the caller has, the last slice's own rows
+               results come home, slice by slice   the slices after it
+    backward   gradients of results go out         what the caller has, the last slice's own rows
+               gradients of rows come home         the slices after it, the gradients of all weights
+
+Slices        of a rank's experts: each is computed with all its rows, those that came and the own, but for
+              the last, whose own rows are what there is to do before anything has come.
 
 Letters     P  rows of this rank, one for each choice of each token, those of expert 0 first;   H  hidden
 Copies      of an expert on a rank that does not own it (`plan.Copy`): the weights come there instead of that
@@ -238,20 +241,21 @@ class _Run:
         loan, self.loan = self.loan or self._lend(), None
         journey.ask()
         beside_y = self._beside_forward(beside_input)
-        self.own = [self._here(piece, self._own(piece), x, probs) for piece in self.traffic.own()]
-        self._compute(self.own[0], y)
+        apart = self.traffic.apart()
+        self.apart = self._here(apart, self._owned(apart), x, probs)
+        self._compute(self.apart, y)
         scalars = journey.arrived_scalars()
-        self.arriving = []
+        self.slices = []
         for index, piece in enumerate(journey.pieces):
             rows = journey.arrived(index)
-            self.arriving.append(_Computed(piece, rows, scalars[index], self._own(piece)))
-            journey.send_home(index, self.arriving[index].forward(self.experts.mlp, self.keep))
+            self.slices.append(_Computed(piece, rows, scalars[index], self._owned(piece)))
+            journey.send_home(index, self.slices[index].forward(self.experts.mlp, self.keep))
         self.guests = [
             self._here(guest, loan.received(guest.experts[0]), x, probs)
             for guest in self.traffic.guests()
         ]
-        for computed in (*self.guests, self.own[1]):
-            self._compute(computed, y)
+        for guest in self.guests:
+            self._compute(guest, y)
         journey.wait()
         loan.wait()
         return y, beside_y
@@ -260,13 +264,13 @@ class _Run:
         self, dy: Tensor, beside_dy: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor | None]]:
         dx = torch.empty_like(dy)
-        dprobs = self.own[0].probs.new_empty(dy.shape[0])
+        dprobs = self.apart.probs.new_empty(dy.shape[0])
         journey = Journey(self.traffic, self.group, dy, dx)
         journey.ask()
         beside_dx = self._beside_backward(beside_dy)
-        self._differentiate(self.own[0], dy, dx, dprobs)
+        self._differentiate(self.apart, dy, dx, dprobs)
         scalars = []
-        for index, computed in enumerate(self.arriving):
+        for index, computed in enumerate(self.slices):
             rows, of_probs = computed.backward(journey.arrived(index))
             journey.send_home(index, rows)
             scalars.append(of_probs)
@@ -274,7 +278,6 @@ class _Run:
         for guest in self.guests:
             self._differentiate(guest, dy, dx, dprobs)
         returned, gradients = self._give_back()
-        self._differentiate(self.own[1], dy, dx, dprobs)
         dws = self._weight_gradients(returned, gradients)
         home()
         journey.wait()
@@ -315,7 +318,7 @@ class _Run:
         rows = self._rows(here.piece)
         dx[rows], dprobs[rows] = here.backward(dy[rows])
 
-    def _own(self, piece: Piece) -> Pair:
+    def _owned(self, piece: Piece) -> Pair:
         # the parameters themselves: FSDP may give them other memory in the backward pass
         first, second = (
             [weights[self._local(e)] for e in piece.experts] for weights in self.experts.weights
@@ -365,22 +368,34 @@ class _Run:
     def _sums(self, layer: int) -> list[Tensor]:
         """Of each matrix of a layer, over the rows that were computed here; or the main gradients that they
         were added to."""
-        weights = self.experts.weights[layer]
-        parts = [
+        traffic, last = self.traffic, self.traffic.slices - 1
+        found = []
+        for index, computed in enumerate(self.slices):
+            if experts := traffic.slice_of(traffic.rank, index):
+                parts = [computed] if index < last else [self.apart, computed]
+                found += self._sums_of(layer, experts, parts)
+        return found
+
+    def _sums_of(self, layer: int, experts: range, parts: Sequence[_Computed]) -> list[Tensor]:
+        """`parts`: all rows for these experts."""
+        weights = [self.experts.weights[layer][self._local(e)] for e in experts]
+        blocks = [
             (block, dy[rows], x[rows])
-            for computed in (*self.own, *self.arriving)
+            for computed in parts
             for block, rows in computed.piece.places()
             for dy, x in [computed.left[layer]]
         ]
-        parts.sort(key=lambda part: part[0])
-        owned = self.traffic.owned(self.traffic.rank)
-        rows_of = dict.fromkeys(owned, 0)
-        for block, *_ in parts:
+        rows_of = dict.fromkeys(experts, 0)
+        for block, *_ in blocks:
             rows_of[block.expert] += block.rows
         counts = torch.tensor(list(rows_of.values()))
-        dy, x = (weights[0].new_empty(0, size) for size in weights[0].shape)
-        if parts:
-            dy, x = torch.cat([dy for _, dy, _ in parts]), torch.cat([x for *_, x in parts])
+        if not blocks:
+            dy, x = (weights[0].new_empty(0, size) for size in weights[0].shape)
+        elif len(parts) == 1:
+            dy, x = parts[0].left[layer]
+        else:
+            blocks.sort(key=lambda part: part[0])
+            dy, x = torch.cat([dy for _, dy, _ in blocks]), torch.cat([x for *_, x in blocks])
         if self.experts.into_main_grad:
             main_grads = [main_grad_of(w) for w in weights]
             accumulate_wgrad(dy, x, counts, main_grads, transpose_b=True)

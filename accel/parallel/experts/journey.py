@@ -1,5 +1,7 @@
 """Rows that go to their experts' ranks slice by slice, and what comes home in their places.
 
+Places     A piece has its rows in one buffer, expert after expert, others' rows and this rank's: the former
+           are received where they belong, the latter are copied there once the others have come.
 Order      between two ranks: the scalars and the rows of all slices, then whatever else the caller sends,
            then what comes home, slice after slice. Every rank keeps it.
 Waiting    On a host, all that is to come is asked for at once and before anything is sent: nobody waits for
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel.parallel.collectives import Messages
-from accel.parallel.experts.traffic import Traffic
+from accel.parallel.experts.traffic import Block, Traffic
 
 __all__ = ["Journey"]
 
@@ -30,7 +32,7 @@ class Journey:
 
     Args:
         rows: `[P, H]`, contiguous; this rank's.
-        home: `[P, H]`, contiguous; where what comes home is put. Rows that do not travel are left alone.
+        home: `[P, H]`, contiguous; where what comes home is put. Rows of no piece are left alone.
         scalars: `[P]`, one for each row, that go with it; None: only rows do.
     """
 
@@ -44,7 +46,8 @@ class Journey:
     ) -> None:
         self.traffic, self.group, self.home = traffic, group, home
         self.slices = range(traffic.slices)
-        self.pieces = [traffic.arriving(index) for index in self.slices]
+        self.pieces = [traffic.piece(index) for index in self.slices]
+        self._rows, self._own_scalars = rows, scalars
         self._came = [rows.new_empty(piece.rows, rows.shape[1]) for piece in self.pieces]
         self._messages: list[Messages] = []
         self._asked = rows.device.type == "cpu"
@@ -69,11 +72,17 @@ class Journey:
     def arrived(self, index: int) -> Tensor:
         """The rows of a piece."""
         self._out[index].wait_received()
+        for here, own in self._own(index):
+            self._came[index][here] = self._rows[own]
         return self._came[index]
 
     def arrived_scalars(self) -> list[Tensor]:
-        """Those that came with the rows of each piece."""
+        """Those of the rows of each piece."""
+        assert self._own_scalars is not None
         self._scalars_out.wait_received()
+        for index in self.slices:
+            for here, own in self._own(index):
+                self._scalars[index][here] = self._own_scalars[own]
         for source, came in self._with.items():
             parts = self._parts_of(self._scalars, source)
             for part, here in zip(parts, came.split([len(p) for p in parts]), strict=True):
@@ -82,9 +91,10 @@ class Journey:
 
     def send_home(self, index: int, results: Tensor) -> None:
         """`results`: a row for each of the piece, contiguous."""
-        places = self.pieces[index].places()
-        sends = [(results[rows], block.source) for block, rows in places]
+        sends = [(results[rows], block.source) for block, rows in self._others(index)]
         self._post(sends, [] if self._asked else self._leaving(self.home, index))
+        for here, own in self._own(index):
+            self.home[own] = results[here]
 
     def send_scalars_home(self, scalars: Sequence[Tensor], home: Tensor) -> Callable[[], None]:
         """After all rows: one for each row of each piece, into their places in `home` `[P]`.
@@ -98,6 +108,9 @@ class Journey:
         messages = self._post(sends, [(came, q) for q, came in into.items()])
 
         def put() -> None:
+            for index in self.slices:
+                for here, own in self._own(index):
+                    home[own] = scalars[index][here]
             messages.wait_received()
             for q, came in into.items():
                 for rows, part in zip(places[q], came.split(sizes[q]), strict=True):
@@ -125,9 +138,23 @@ class Journey:
         ]
 
     def _into(self, index: int) -> list[Message]:
-        """Where the rows of a piece are put."""
+        """Where others' rows of a piece are put."""
+        came = self._came[index]
+        return [(came[rows], block.source) for block, rows in self._others(index)]
+
+    def _others(self, index: int) -> list[tuple[Block, slice]]:
+        """Others' blocks of a piece, and where they lie in it."""
         places = self.pieces[index].places()
-        return [(self._came[index][rows], block.source) for block, rows in places]
+        return [(block, here) for block, here in places if block.source != self.traffic.rank]
+
+    def _own(self, index: int) -> list[tuple[slice, slice]]:
+        """Where this rank's rows of a piece lie in it, and where among all its rows."""
+        traffic = self.traffic
+        return [
+            (here, traffic.rows(block.expert))
+            for block, here in self.pieces[index].places()
+            if block.source == traffic.rank
+        ]
 
     def _places_of(self) -> dict[int, list[slice]]:
         """Rank -> which of this rank's rows go there, in the order of slices."""
@@ -153,4 +180,5 @@ class Journey:
         for piece in self.pieces:
             for block in piece.blocks:
                 rows[block.source] += block.rows
+        rows.pop(self.traffic.rank, None)
         return dict(sorted(rows.items()))

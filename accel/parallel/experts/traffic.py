@@ -2,13 +2,14 @@
 
 rows       of a rank: one for each choice of each of its tokens, those of expert 0 first
 experts    as many on each rank, in order; `Copy` says where they are besides
-slices     of a rank's experts; what comes from elsewhere for one of them is a piece
+slices     of a rank's experts; the rows for one of them are a piece, but for its own rows of the last slice,
+           which are there before others' come
 piece      rows that are computed together
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,29 +101,26 @@ class Traffic:
         begin = sum(self.mine[:expert])
         return slice(begin, begin + self.mine[expert])
 
-    def own(self) -> tuple[Piece, Piece]:
-        """This rank's rows for its own experts: up to half of them, and the rest."""
-        blocks = [Block(e, self.rank, self.mine[e]) for e in self.owned(self.rank) if self.mine[e]]
-        whole, seen, cut = sum(block.rows for block in blocks), 0, 0
-        while cut < len(blocks) and 2 * (seen + blocks[cut].rows) <= whole:
-            seen += blocks[cut].rows
-            cut += 1
-        return Piece(tuple(blocks[:cut])), Piece(tuple(blocks[cut:]))
+    def apart(self) -> Piece:
+        """This rank's rows for its last slice, which lie together."""
+        last = self.slice_of(self.rank, self.slices - 1)
+        return Piece(tuple(Block(e, self.rank, self.mine[e]) for e in last if self.mine[e]))
 
-    def arriving(self, index: int) -> Piece:
-        """What comes from other ranks for a slice of this rank's experts."""
+    def piece(self, index: int) -> Piece:
+        """The rows for a slice of this rank's experts, without those apart."""
+        own = index < self.slices - 1
         return Piece(
             tuple(
                 Block(expert, source, self.counts[source][expert])
-                for expert in self._slice(self.rank, index)
-                for source in self.peers
-                if self._travels(source, expert)
+                for expert in self.slice_of(self.rank, index)
+                for source in range(len(self.counts))
+                if self._travels(source, expert) and (own or source != self.rank)
             )
         )
 
     def leaving(self, rank: int, index: int) -> list[int]:
         """The experts in a slice of another rank's to which rows of this rank go."""
-        return [e for e in self._slice(rank, index) if self._travels(self.rank, e)]
+        return [e for e in self.slice_of(rank, index) if self._travels(self.rank, e)]
 
     def guests(self) -> list[Piece]:
         """This rank's rows for experts of which it has copies, one by one."""
@@ -142,7 +140,8 @@ class Traffic:
         """The copies on a rank that has rows for them."""
         return sorted(c for c in self.copies if c.rank == rank and self.counts[rank][c.expert])
 
-    def _slice(self, rank: int, index: int) -> Iterable[int]:
+    def slice_of(self, rank: int, index: int) -> range:
+        """The experts of a rank's slice."""
         owned = self.owned(rank)
         return owned[len(owned) * index // self.slices : len(owned) * (index + 1) // self.slices]
 
