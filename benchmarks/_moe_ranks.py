@@ -291,7 +291,9 @@ def gpt(quick: bool, skewed: bool = False) -> dict[str, Any]:
                 )
             )
 
-    overlapped = {"moe_overlap": True}
+    # the ranks' hosts stand for machines, which share no memory
+    base = {"preset": "fast", "host_shared_memory_collectives": False} if skewed else {}
+    overlapped = {**base, "moe_overlap": True}
     copied = {**overlapped, "hot_experts": 4, "hot_experts_price": 0}
     sides = {
         STOCK: {},

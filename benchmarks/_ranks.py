@@ -62,7 +62,7 @@ def begin_megatron(**sizes: int) -> None:
 @contextlib.contextmanager
 def enabled(options: Mapping[str, Any]) -> Iterator[None]:
     """With options of `accel.enable`, after which a GPT is stock's again."""
-    accel.enable(preset="off", **NORMS, **options)
+    accel.enable(**{"preset": "off", **NORMS, **options})
     try:
         yield
     finally:

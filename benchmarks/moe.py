@@ -9,9 +9,9 @@ Exchange   The experts of a layer on two ranks of one thread and one core each, 
 GPT        The forward and backward of a real GPT of Megatron's, EP 2, at the rate where transfers take as
            long as the experts. All gradients are compared with Megatron's first.
 Hot        Experts whose popularity falls as Zipf's law with exponent 1.2, the first rank's first, at full
-           speed, where the work dominates: the layer, and the GPT. The limit is the same with experts that
-           are equally popular. Loads of 4 ranks come from the planner, over 200 draws of counts and of who
-           owns which expert.
+           speed, where the work dominates: the layer, and the GPT in preset fast, in whose own step the
+           experts count for more. The limit is the same with experts that are equally popular. Loads of 4
+           ranks come from the planner, over 200 draws of counts and of who owns which expert.
 
 The link is of the lab (benchmarks/lab). Medians; one allocator for all sides, which keeps freed pages;
 nothing else may run on the machine.

@@ -228,6 +228,7 @@ def refused(context: Context) -> str | None:
         "use_torch_fsdp2",
         "optimizer_cpu_offload",
         "moe_enable_routing_replay",
+        "moe_router_force_biased",
         "use_layer_wise_distributed_optimizer",
     ):
         if getattr(args, name, None):

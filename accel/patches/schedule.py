@@ -127,8 +127,12 @@ def _parts_refused(args: Any) -> str | None:
     }.items():
         if getattr(args, flag, False):
             return f"not with --{flag.replace('_', '-')}: {why}"
-    if (getattr(args, "gtp_weight_remat_size", 1) or 1) > 1:
-        return "not with --tensor-parallel-num-weight-shards: weights are gathered for each pass"
+    for size, flag in {
+        "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",
+        "expert_gtp_weight_remat_size": "--expert-tensor-parallel-num-weight-shards",
+    }.items():
+        if (getattr(args, size, 1) or 1) > 1:
+            return f"not with {flag}: weights are gathered for each pass"
     if te_installed() and getattr(args, "transformer_impl", None) == "transformer_engine":
         return "Transformer Engine's layers put off no gradients: give --transformer-impl local"
     return None

@@ -54,6 +54,7 @@ def test_averages_before_it_moves() -> None:
         ({"fp8": "hybrid"}, "--fp8"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
         ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
+        ({"moe_router_force_biased": 1.0}, "--moe-router-force-biased"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
         ({"optimizer": "sgd"}, "--optimizer sgd"),
         ({"use_layer_wise_distributed_optimizer": True}, "layer-wise"),

@@ -194,6 +194,13 @@ def test_gradients_that_nobody_completes_are_an_error() -> None:
         completing(backwards)
 
 
+@pytest.mark.parametrize("of", ["", "expert_"])
+def test_weights_that_are_gathered_for_each_pass(of: str) -> None:
+    asked = {"accel_schedule": "zb-h1", f"{of}gtp_weight_remat_size": 2}
+    flag = f"--{of.replace('_', '-')}tensor-parallel-num-weight-shards"
+    assert f"not with {flag}" in str(schedule.FEATURE.refuses(context(**asked)))
+
+
 def test_batches_that_change_are_checked_when_they_come() -> None:
     asked = {"accel_schedule": "dualpipev", "virtual_pipeline_model_parallel_size": 2}
     few = {**asked, "global_batch_size": 1}
