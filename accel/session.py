@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = ["SESSION", "Session"]
 
 _GENERAL = ("preset", "strict", "allow_untested_megatron", "device")
 _log = logging.getLogger("accel")
+_STATE = "megatron.training.global_vars"
 
 
 class Session:
@@ -57,6 +59,21 @@ class Session:
             self._device = self.device.install(AUDIENCE)
         self._attached = True
         register_post_import_hook(self._hook, command_line.MODULE)
+
+    def warn_if_late(self) -> None:
+        """Of what keeps the features of a program with a command line off: they are applied when Megatron's
+        arguments are validated, by the function that is hooked."""
+        if stale := self._hooks.stale_copies() if self._hooks is not None else []:
+            _log.warning(
+                "copied from Megatron before accel was imported, and still upstream's: %s; no feature is on "
+                "in a program that goes by them: import accel.megatron_adaptor first, or call accel.enable()",
+                _some(stale),
+            )
+        elif getattr(sys.modules.get(_STATE), "_GLOBAL_ARGS", None) is not None:
+            _log.warning(
+                "accel was imported after Megatron's arguments were final, so no feature is on: import "
+                "accel.megatron_adaptor before they are parsed, or call accel.enable()"
+            )
 
     def enable(self, options: Mapping[str, Any]) -> None:
         """``accel.enable(**options)``."""
@@ -125,13 +142,15 @@ class Session:
                 e.add_note(f"accel could not take everything back: {left}")
             raise
         self.preset, self.choices = preset, choices
+        for c in choices if args is None else ():  # else the table says it
+            if c.asked == "flag" and c.state != "active":
+                _log.warning("%s was asked for and is %s: %s", c.feature.name, c.state, c.reason)
         if stale := self._features.stale_copies():
-            some = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
             _log.warning(
                 "copied from Megatron before accel's features were on, and still upstream's: %s; call "
                 "accel.enable() before these modules are imported, or let them look it up in Megatron's "
                 "module at each call",
-                some,
+                _some(stale),
             )
         for change in self._features.changes:
             _log.info("%s -> %s", change.target, ", ".join(p.replacement for p in change.patches))
@@ -197,6 +216,11 @@ class Session:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
                 raise ValueError(f"accel.enable() has no option {name!r}; {hint}")
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _apply_patches(features: Sequence[Feature]) -> Applied:

@@ -24,6 +24,7 @@ from benchmarks.moe import (
     COMPUTE,
     EVEN,
     GROUPED,
+    POPULAR,
     RANKS,
     STOCK,
     TRANSFERS,
@@ -271,7 +272,7 @@ class Gpt:
 
 
 def gpt(quick: bool, skewed: bool = False) -> dict[str, Any]:
-    shape, rounds = Gpt(quick, skewed), 2 if quick else 5
+    shape, rounds = Gpt(quick, skewed), 2 if quick else 11
     model = shape.model()
     draw = torch.Generator().manual_seed(3 + dist.get_rank())
     tokens = torch.randint(512, (1, shape.length + 1), generator=draw)
@@ -281,7 +282,7 @@ def gpt(quick: bool, skewed: bool = False) -> dict[str, Any]:
 
     def step(side: str) -> float:
         options = sides[side]
-        shape.popularity = shape.even if side == EVEN else shape.zipf
+        shape.popularity = shape.even if side == POPULAR else shape.zipf
         for weight in weights:
             weight.grad = None
         with enabled(options):
@@ -291,18 +292,18 @@ def gpt(quick: bool, skewed: bool = False) -> dict[str, Any]:
                 )
             )
 
-    # the ranks' hosts stand for machines, which share no memory
-    base = {"preset": "fast", "host_shared_memory_collectives": False} if skewed else {}
-    overlapped = {**base, "moe_overlap": True}
-    copied = {**overlapped, "hot_experts": 4, "hot_experts_price": 0}
-    sides = {
-        STOCK: {},
-        GROUPED: {"grouped_gemm": True},
-        **({WITHOUT: overlapped, OURS: copied, EVEN: overlapped} if skewed else {OURS: overlapped}),
-    }
-    gradients, seconds = {}, {}
+    overlapped: dict[str, Any] = {"moe_overlap": True}
+    sides = {STOCK: {}, GROUPED: {"grouped_gemm": True}, OURS: overlapped}
+    if skewed:
+        # the ranks' hosts stand for machines, which share no memory
+        overlapped |= {"preset": "fast", "host_shared_memory_collectives": False}
+        copied = {**overlapped, "hot_experts": 4, "hot_experts_price": 0}
+        sides = {STOCK: {}, WITHOUT: overlapped, OURS: copied, POPULAR: overlapped}
+    gradients, seconds, loads = {}, {}, {}
     for side in sides:
         step(side)
+        if side in (WITHOUT, POPULAR):
+            loads[side] = longest_of(model)
         gradients[side] = [
             torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights
         ]
@@ -322,7 +323,16 @@ def gpt(quick: bool, skewed: bool = False) -> dict[str, Any]:
         "seconds": seconds,
         "rounds": rounds,
         "error": float(error),
+        "loads": loads,
     }
+
+
+def longest_of(model: Any) -> float:
+    """The longest rank's rows over the mean, of all layers' last forward together."""
+    counts = [layer.mlp.token_dispatcher.accel_counts for layer in model.decoder.layers]
+    whole = torch.tensor(counts).sum(0)
+    owners = [e * RANKS // whole.shape[1] for e in range(whole.shape[1])]
+    return longest_over_mean(rank_loads(whole.tolist(), owners))
 
 
 if __name__ == "__main__":

@@ -278,6 +278,42 @@ def test_copies_that_somebody_made_before_are_named(
     assert "still upstream's: somebodys_loop.swiglu; call accel.enable() before" in caplog.text
 
 
+def test_copies_of_the_functions_that_are_hooked_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A library that took them before accel came goes by upstream's, and no feature is ever on."""
+    from megatron.training import arguments
+
+    SESSION.attach()
+    SESSION.warn_if_late()
+    assert not caplog.records
+    accel.disable()
+    theirs = types.ModuleType("somebodys_loop")
+    monkeypatch.setitem(sys.modules, "somebodys_loop", theirs)
+    theirs.validate = arguments.validate_args
+    SESSION.attach()
+    SESSION.warn_if_late()
+    assert "still upstream's: somebodys_loop.validate; no feature is on" in caplog.text
+
+
+def test_an_import_after_the_arguments_are_final_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron.training import global_vars
+
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace())
+    SESSION.attach()
+    SESSION.warn_if_late()
+    assert "after Megatron's arguments were final, so no feature is on" in caplog.text
+
+
+def test_what_enable_was_asked_for_and_is_not_on_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    accel.enable(preset="off", tp_comm_overlap=True, fused_rope=False)
+    reason = accel.status()["features"]["tp_comm_overlap"]["reason"]
+    assert f"tp_comm_overlap was asked for and is idle: {reason}" in caplog.text
+    assert "fused_rope" not in caplog.text
+
+
 def test_options_of_enable_hold_until_a_flag_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

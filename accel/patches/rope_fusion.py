@@ -7,11 +7,15 @@ are those of ``--no-rope-fusion``; the feature ``fused_rope`` replaces what both
 Three layouts do without the flag, and say so: interleaved pairs, which Megatron allows with it from
 Transformer Engine 2.3 on; YaRN, whose factor Megatron leaves out with it where sequences are packed; and on
 the CPU multi-latent attention, whose fused kernels are Triton's. Without the flag they come to the same
-functions.
+functions. A configuration of YaRN's that asks for the fusion without a command line has its packs rotated
+without it, factor included.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -62,6 +66,27 @@ def apply_thd(
     return rope_utils._apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, interleaved, cp_group=group)
 
 
+def with_the_factor(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wraps ``apply_rotary_pos_emb``: upstream does not pass YaRN's factor to the fused function of packs."""
+
+    @functools.wraps(original)
+    def apply(
+        t: Tensor,
+        freqs: Tensor,
+        config: Any,
+        cu_seqlens: Tensor | None = None,
+        mscale: float = 1.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if cu_seqlens is not None and mscale != 1.0 and config.apply_rope_fusion:
+            config = copy.copy(config)
+            config.apply_rope_fusion = False
+        return original(t, freqs, config, cu_seqlens, mscale, *args, **kwargs)
+
+    return apply
+
+
 def without_the_flag(context: Context) -> list[str]:
     """Turn the flag off where Megatron cannot go with it; a line if so."""
     args = context.args
@@ -101,6 +126,13 @@ FEATURE = Feature(
             target="megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb_thd",
             replacement="accel.patches.rope_fusion:apply_thd",
             why=_WHY,
+        ),
+        Patch(
+            target="megatron.core.models.common.embeddings.rope_utils:apply_rotary_pos_emb",
+            replacement="accel.patches.rope_fusion:with_the_factor",
+            how="wrap",
+            sources={"0.17.1": "08384c1eead5", "0.18.2": "08384c1eead5", "0.19.2": "6ebc796813c1"},
+            why="Packed sequences lose YaRN's factor where a configuration asks for the fusion.",
         ),
     ),
 )

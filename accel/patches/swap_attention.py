@@ -160,6 +160,8 @@ def choosing(init: Callable[..., None]) -> Callable[..., None]:
                 "swap_attention",
                 "nothing is swapped with overlap_moe_expert_parallel_comm: layers run in pieces there",
             )
+        if reason := _graphs(self.config, "cuda_graph_impl="):
+            raise ValueError(f"swap_attention: {reason}")
         for module in modules_of(self, ON[0].modules):
             module.register_forward_pre_hook(_enter)
             module.register_forward_hook(_leave, always_call=True)
@@ -232,15 +234,22 @@ BLOCK_FORWARD = tuple(
 
 
 def refuses_graphs(context: Context) -> str | None:
-    """A graph has the copies of its capture, and cannot wait for what comes and goes outside of it."""
-    impl = getattr(context.args, "cuda_graph_impl", None) or "none"
+    return _graphs(context.args, "--cuda-graph-impl ")
+
+
+def _graphs(given: Any, option: str) -> str | None:
+    """A graph has the copies of its capture, and cannot wait for what comes and goes outside of it.
+
+    Args:
+        given: arguments or a configuration, in which the option is called `option`.
+    """
+    impl = getattr(given, "cuda_graph_impl", None) or "none"
     scopes = {
-        getattr(each, "name", each)
-        for each in getattr(context.args, "cuda_graph_scope", None) or ()
+        getattr(each, "name", each) for each in getattr(given, "cuda_graph_scope", None) or ()
     }
     if impl == "none" or scopes == {"full_iteration_inference"}:
         return None
-    return f"not with --cuda-graph-impl {impl}: use none"
+    return f"not with {option}{impl}: use none"
 
 
 def _idle(context: Context) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,6 +158,47 @@ def test_host_stream_is_apart_for_the_audience_only() -> None:
     assert not torch.equal(elsewhere("torch.get_rng_state()"), before)  # type: ignore[arg-type]
 
 
+def test_of_all_devices_states_this_ones_is_set() -> None:
+    states = [torch.Generator().manual_seed(seed).get_state() for seed in (1, 2)]
+    torch.cuda.set_rng_state_all(states)
+    assert torch.equal(torch.cuda.get_rng_state(), states[torch.cuda.current_device()])
+
+
+class _Slow(torch.utils.data.Dataset):
+    """Whose items come once the file is there."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        while index and not self.file.exists():
+            time.sleep(0.01)
+        return index
+
+
+def test_a_loader_that_waits_in_a_thread_leaves_the_devices_draws_alone(tmp_path: Path) -> None:
+    torch.cuda.manual_seed(7)
+    expected = [torch.rand(1) for _ in range(4)]
+    torch.cuda.manual_seed(7)
+    file = tmp_path / "go"
+    batches = iter(torch.utils.data.DataLoader(_Slow(file), batch_size=1, num_workers=1))
+    assert int(next(batches)) == 0
+    came: list[int] = []
+    thread = threading.Thread(target=lambda: came.append(int(next(batches))))
+    thread.start()
+    time.sleep(0.2)
+    found = [torch.rand(1) for _ in range(2)]
+    assert not came, "it waits"
+    file.touch()
+    thread.join(60)
+    found += [torch.rand(1) for _ in range(2)]
+    assert came == [1]
+    assert found == expected
+
+
 def test_philox_state_of_a_cuda_run_seeds_this_generator(caplog: pytest.LogCaptureFixture) -> None:
     philox = torch.arange(16, dtype=torch.uint8)
     torch.cuda.set_rng_state(philox)
@@ -294,6 +337,14 @@ def test_tensors_without_memory_of_their_own_move_too() -> None:
 
 
 @needs_allocator
+def test_pinned_memory_goes_to_where_a_tensor_is() -> None:
+    pinned, there = torch.arange(3.0).pin_memory(), torch.ones(1)
+    for moved in (pinned.to(there), pinned.to(tensor=there)):
+        assert moved.data_ptr() != pinned.data_ptr()
+        assert torch.equal(moved, pinned)
+    assert pinned.to(torch.ones(1).pin_memory()) is pinned
+
+
 def test_pinned_memory_is_apart_from_what_it_copies() -> None:
     x = torch.ones(2**20)
     before = torch.cuda.memory_allocated()
@@ -399,6 +450,10 @@ def test_load_brings_cuda_tensors_here(tmp_path: object) -> None:
 
 def test_autocast_for_cuda_is_autocast_here() -> None:
     with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    with torch.autocast("cuda"):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
+    with torch.autocast("cpu"):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
 
 

@@ -3,6 +3,7 @@ one process in fp64, weight gradients bit for bit against one product, copies, e
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -248,6 +249,28 @@ def test_without_gradients_nothing_is_kept(ranks: int) -> None:
         )
     assert y.grad_fn is None
     assert torch.allclose(y, layer.expected()["y"][rank])
+
+
+@on_2_and_4_ranks
+def test_the_rows_that_were_given_are_not_kept(ranks: int) -> None:
+    """For the backward: pieces have theirs."""
+    layer, rank, each = Layer(counted("even", ranks)), dist.get_rank(), EXPERTS // ranks
+    own = slice(rank * each, (rank + 1) * each)
+    weights = [[w.clone().requires_grad_() for w in ws[own]] for ws in layer.weights]
+    experts = Experts(
+        lambda x, probs, counts, first, second: swiglu(x, probs, first, second),
+        (weights[0], weights[1]),
+    )
+    copies = frozenset({Copy(0, ranks - 1)})
+    given = layer.x[rank].numpy().copy()
+    gone = weakref.ref(given)
+    x, probs = torch.from_numpy(given), layer.probs[rank].clone().requires_grad_()
+    traffic = Traffic(layer.counts, rank, copies)
+    y, _ = routed_experts(x, probs, traffic, dist.group.WORLD, experts)
+    del x, given
+    assert gone() is None
+    y.backward(layer.dy[rank])
+    assert torch.allclose(probs.grad, layer.expected()["dprobs"][rank])
 
 
 @pytest.mark.distributed(world_size=2)

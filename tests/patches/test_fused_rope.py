@@ -80,13 +80,15 @@ def test_without_accel_the_flag_is_refused() -> None:
         config(apply_rope_fusion=True)
 
 
-def test_packed_sequences_with_the_flag(preset: str) -> None:
+@pytest.mark.parametrize("mscale", [1.0, 1.25])
+def test_packed_sequences_with_the_flag(preset: str, mscale: float) -> None:
+    """YaRN's factor too, which upstream does not pass to the fused function."""
     q, freqs = torch.randn(6, 4, 16), angles(8)
     cu_seqlens = torch.tensor([0, 8, 12], dtype=torch.int32)
-    group = Rank(cp_size=2, cp_rank=1)
-    both = [apply(q, freqs, flag, cu_seqlens=cu_seqlens, cp_group=group) for flag in (True, False)]
+    options = {"cu_seqlens": cu_seqlens, "cp_group": Rank(cp_size=2, cp_rank=1), "mscale": mscale}
+    both = [apply(q, freqs, flag, **options) for flag in (True, False)]
     assert torch.equal(*both)
-    want, _ = rope_ref(q, freqs, cu_seqlens=cu_seqlens, cp_size=2, cp_rank=1)
+    want, _ = rope_ref(q, freqs, cu_seqlens=cu_seqlens, cp_size=2, cp_rank=1, mscale=mscale)
     torch.testing.assert_close(both[0], want)
 
 

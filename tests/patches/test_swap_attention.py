@@ -40,6 +40,15 @@ def check_same(ours: Any, stock: Any) -> None:
         assert all(map(torch.equal, found, expected))
 
 
+def test_graphs_of_a_configuration_are_refused() -> None:
+    made = swap_attention.choosing(lambda self: None)
+    layer = SimpleNamespace(config=SimpleNamespace(cuda_graph_impl="local"))
+    with pytest.raises(
+        ValueError, match="swap_attention: not with cuda_graph_impl=local: use none"
+    ):
+        made(layer)
+
+
 @needs_native
 @pytest.mark.parametrize("modules", ["self_attention", None])
 @pytest.mark.parametrize("recompute", [False, True])

@@ -51,7 +51,7 @@ _TENSOR = {
 _CONTEXTS = {
     "torch.serialization:load": "load",
     "torch.utils._device:DeviceContext.__init__": "device_context",
-    "torch.amp.autocast_mode:autocast.__init__": "device_type",
+    "torch.amp.autocast_mode:autocast.__init__": "autocast",
     "torch.amp.autocast_mode:custom_fwd": "function_under_autocast",
     "torch.amp:custom_fwd": "function_under_autocast",
     "torch.amp.autocast_mode:custom_bwd": "function_under_autocast",
@@ -74,7 +74,8 @@ _HOST_GENERATOR = {
     "torch.random:fork_rng": "host_fork_rng",
     "torch:manual_seed": "host_manual_seed",
     "torch.utils.data.dataloader:DataLoader.__iter__": "drawn_on_host",
-    "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__": "drawn_on_host",
+    "torch.utils.data.dataloader:_SingleProcessDataLoaderIter._next_data": "drawn_on_host",
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._try_put_index": "drawn_on_host",
 }
 _MEMORY = (
     "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats",

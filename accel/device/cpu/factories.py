@@ -68,6 +68,9 @@ def tensor_to(to: Callable[..., Any]) -> Callable[..., Any]:
         out = to(self, *args, **kwargs)
         if _is_cpu(asked):
             return _own_copy(self, out) if addressed() else out
+        like = kwargs.get("tensor", asked)
+        if isinstance(like, torch.Tensor) and not memory.is_pinned(like):
+            return _unpinned(out)
         if not isinstance(asked, (str, int, torch.device)):
             return out
         out = _unpinned(out)
@@ -186,6 +189,20 @@ def device_type(init: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(init)
     def init_for_host(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         init(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    return init_for_host
+
+
+def autocast(init: Callable[..., Any]) -> Callable[..., Any]:
+    """Without a dtype, CUDA's: a CPU's own is another."""
+
+    @functools.wraps(init)
+    def init_for_host(
+        self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        init(self, device_type, dtype, *args, **kwargs)
 
     return init_for_host
 

@@ -19,10 +19,12 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from accel.device.cpu import streams
 from accel.device.cpu.audience import addressed
 
 __all__ = ["HOST", "of_this_device"]
@@ -75,8 +77,11 @@ def get_rng_state_all() -> list[torch.Tensor]:
 
 
 def set_rng_state_all(new_states: Any) -> None:
-    for state in new_states:
-        set_rng_state(state)
+    """Of all devices; there is this one, under whatever number."""
+    states = list(new_states)
+    if states:
+        at = streams.current_device()
+        set_rng_state(states[at if at < len(states) else 0])
 
 
 def manual_seed(seed: int) -> None:
@@ -138,20 +143,30 @@ def host_fork_rng(original: Callable[..., Any]) -> Callable[..., Any]:
     return fork
 
 
+_STREAM = SimpleNamespace(is_hosts=False)
+"""Whether the default generator is the host's stream now."""
+
+
 @contextlib.contextmanager
 def host_stream() -> Iterator[None]:
     """Within, whoever draws from the default generator draws from the host's stream."""
+    if _STREAM.is_hosts:
+        yield
+        return
     device_state = torch.default_generator.get_state()
     torch.default_generator.set_state(HOST.get_state())
+    _STREAM.is_hosts = True
     try:
         yield
     finally:
+        _STREAM.is_hosts = False
         HOST.set_state(torch.default_generator.get_state())
         torch.default_generator.set_state(device_state)
 
 
 def drawn_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Only some ranks read data: their draws must not move the device's stream."""
+    """Only some ranks read data: their draws must not move the device's stream. Of a loader with workers,
+    where indices are drawn and not where it waits: another thread may draw from the device's meanwhile."""
 
     @functools.wraps(original)
     def draw(*args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,8 @@ Copies      of an expert on a rank that does not own it (`plan.Copy`): the weigh
 Bits        rows have those of the products of their piece. A weight's gradient is one product over all rows
             on its owner in the order of their ranks, as it is without overlap; those of rows that copies took
             are added to it, in the order of ranks.
-Memory      what autograd keeps of each piece anyway; copies, until the backward has used them.
+Memory      a buffer of its own for each piece, which autograd keeps; copies, until the backward has used
+            them. The rows that were given are not kept, nor are the results.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from accel.ops import grouped_gemm
 from accel.ops.grouped_gemm import accumulate_wgrad
@@ -199,8 +201,10 @@ class _Computed:
             return self.x.detach()
         first, second = map(self._product, self.weights, self.left)
         with torch.set_grad_enabled(keep):
-            self.y = mlp(self.x, self.probs, self.counts, first, second)
-        return self.y.detach().contiguous()
+            y = mlp(self.x, self.probs, self.counts, first, second)
+        if keep:
+            self.end = get_gradient_edge(y)
+        return y.detach().contiguous()
 
     def _product(self, weights: list[Tensor], left: list[Tensor]) -> Product:
         return lambda x: _Product.apply(x, self.counts, weights, left)
@@ -208,8 +212,8 @@ class _Computed:
     def backward(self, dy: Tensor) -> tuple[Tensor, Tensor]:
         if not self.piece.blocks:
             return dy, self.probs.detach()
-        dx, dprobs = torch.autograd.grad(self.y, (self.x, self.probs), dy)
-        del self.y, self.x
+        dx, dprobs = torch.autograd.grad(self.end, (self.x, self.probs), dy)
+        del self.end, self.x
         return dx.contiguous(), dprobs
 
 
@@ -268,15 +272,14 @@ class _Run:
         journey = Journey(self.traffic, self.group, dy, dx)
         journey.ask()
         beside_dx = self._beside_backward(beside_dy)
-        self._differentiate(self.apart, dy, dx, dprobs)
+        for computed in (self.apart, *self.guests):
+            self._differentiate(computed, dy, dx, dprobs)
         scalars = []
         for index, computed in enumerate(self.slices):
             rows, of_probs = computed.backward(journey.arrived(index))
             journey.send_home(index, rows)
             scalars.append(of_probs)
         home = journey.send_scalars_home(scalars, dprobs)
-        for guest in self.guests:
-            self._differentiate(guest, dy, dx, dprobs)
         returned, gradients = self._give_back()
         dws = self._weight_gradients(returned, gradients)
         home()
@@ -303,7 +306,10 @@ class _Run:
     def _here(self, piece: Piece, weights: Pair, x: Tensor, probs: Tensor) -> _Computed:
         """Rows of this rank, which lie together."""
         rows = self._rows(piece)
-        return _Computed(piece, x[rows], probs[rows], weights)
+        x, probs = x[rows], probs[rows]
+        if self.keep:  # them, and not all rows
+            x, probs = x.clone(), probs.clone()
+        return _Computed(piece, x, probs, weights)
 
     def _rows(self, piece: Piece) -> slice:
         if not piece.blocks:
@@ -355,7 +361,12 @@ class _Run:
         self, returned: Messages, gradients: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Of the first layer's matrices, then of the second's."""
-        found = [self._sums(layer) for layer in range(2)]
+        found: Pair = ([], [])
+        for index, computed in enumerate(self.slices):
+            parts = [computed] if index < self.traffic.slices - 1 else [self.apart, computed]
+            if experts := self.traffic.slice_of(self.traffic.rank, index):
+                for sums, of_layer in zip(found, self._sums(experts, parts), strict=True):
+                    sums += of_layer
         returned.wait_received()
         lent = iter(gradients)
         for copy in self.traffic.lent():
@@ -365,39 +376,42 @@ class _Run:
             return [*found[0], *found[1]]
         return [weight_gradient_added(w) for weights in self.experts.weights for w in weights]
 
-    def _sums(self, layer: int) -> list[Tensor]:
-        """Of each matrix of a layer, over the rows that were computed here; or the main gradients that they
-        were added to."""
-        traffic, last = self.traffic, self.traffic.slices - 1
-        found = []
-        for index, computed in enumerate(self.slices):
-            if experts := traffic.slice_of(traffic.rank, index):
-                parts = [computed] if index < last else [self.apart, computed]
-                found += self._sums_of(layer, experts, parts)
-        return found
-
-    def _sums_of(self, layer: int, experts: range, parts: Sequence[_Computed]) -> list[Tensor]:
-        """`parts`: all rows for these experts."""
-        weights = [self.experts.weights[layer][self._local(e)] for e in experts]
-        blocks = [
-            (block, dy[rows], x[rows])
-            for computed in parts
-            for block, rows in computed.piece.places()
-            for dy, x in [computed.left[layer]]
-        ]
+    def _sums(self, experts: range, parts: Sequence[_Computed]) -> Pair:
+        """Of some experts' matrices, over all rows for them, which are in `parts`; or the main gradients that
+        they were added to."""
+        parts = [computed for computed in parts if computed.piece.blocks]
         rows_of = dict.fromkeys(experts, 0)
-        for block, *_ in blocks:
-            rows_of[block.expert] += block.rows
+        for computed in parts:
+            for block in computed.piece.blocks:
+                rows_of[block.expert] += block.rows
         counts = torch.tensor(list(rows_of.values()))
-        if not blocks:
-            dy, x = (weights[0].new_empty(0, size) for size in weights[0].shape)
-        elif len(parts) == 1:
-            dy, x = parts[0].left[layer]
-        else:
-            blocks.sort(key=lambda part: part[0])
-            dy, x = torch.cat([dy for _, dy, _ in blocks]), torch.cat([x for *_, x in blocks])
+        first, second = (self._sums_of(layer, experts, counts, parts) for layer in range(2))
+        return first, second
+
+    def _sums_of(
+        self, layer: int, experts: range, counts: Tensor, parts: Sequence[_Computed]
+    ) -> list[Tensor]:
+        weights = [self.experts.weights[layer][self._local(e)] for e in experts]
+        dy, x = self._together(layer, parts) or [
+            weights[0].new_empty(0, size) for size in weights[0].shape
+        ]
         if self.experts.into_main_grad:
             main_grads = [main_grad_of(w) for w in weights]
             accumulate_wgrad(dy, x, counts, main_grads, transpose_b=True)
             return main_grads
         return list(torch.ops.accel.grouped_gemm_wgrad(dy, x, counts, True).unbind(0))
+
+    @staticmethod
+    def _together(layer: int, parts: Sequence[_Computed]) -> list[Tensor]:
+        """dy and x of all rows of the parts, expert after expert; nothing of no parts."""
+        if len(parts) < 2:
+            return [tensor for computed in parts for tensor in computed.left[layer]]
+        places = sorted(
+            (block, at, rows)
+            for at, computed in enumerate(parts)
+            for block, rows in computed.piece.places()
+        )
+        return [
+            torch.cat([parts[at].left[layer][which][rows] for _, at, rows in places])
+            for which in range(2)
+        ]

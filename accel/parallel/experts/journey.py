@@ -1,7 +1,7 @@
 """Rows that go to their experts' ranks slice by slice, and what comes home in their places.
 
 Places     A piece has its rows in one buffer, expert after expert, others' rows and this rank's: the former
-           are received where they belong, the latter are copied there once the others have come.
+           are received where they belong, the latter are copied there while the others are under way.
 Order      between two ranks: the scalars and the rows of all slices, then whatever else the caller sends,
            then what comes home, slice after slice. Every rank keeps it.
 Waiting    On a host, all that is to come is asked for at once and before anything is sent: nobody waits for
@@ -71,18 +71,18 @@ class Journey:
 
     def arrived(self, index: int) -> Tensor:
         """The rows of a piece."""
-        self._out[index].wait_received()
         for here, own in self._own(index):
             self._came[index][here] = self._rows[own]
+        self._out[index].wait_received()
         return self._came[index]
 
     def arrived_scalars(self) -> list[Tensor]:
         """Those of the rows of each piece."""
         assert self._own_scalars is not None
-        self._scalars_out.wait_received()
         for index in self.slices:
             for here, own in self._own(index):
                 self._scalars[index][here] = self._own_scalars[own]
+        self._scalars_out.wait_received()
         for source, came in self._with.items():
             parts = self._parts_of(self._scalars, source)
             for part, here in zip(parts, came.split([len(p) for p in parts]), strict=True):
