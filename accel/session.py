@@ -10,6 +10,7 @@ import difflib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from wrapt import register_post_import_hook
@@ -69,7 +70,7 @@ class Session:
                 "in a program that goes by them: import accel.megatron_adaptor first, or call accel.enable()",
                 _some(stale),
             )
-        elif getattr(sys.modules.get(_STATE), "_GLOBAL_ARGS", None) is not None:
+        elif _final_args() is not None:
             _log.warning(
                 "accel was imported after Megatron's arguments were final, so no feature is on: import "
                 "accel.megatron_adaptor before they are parsed, or call accel.enable()"
@@ -86,7 +87,11 @@ class Session:
             wishes={name: value for name, value in options.items() if name not in _GENERAL},
             strict=bool(options.get("strict", False)),
             allow_untested=bool(options.get("allow_untested_megatron", False)),
+            args=_with_wishes(_final_args(), options),
         )
+        for c in self.choices:  # nobody prints the table
+            if c.asked == "flag" and c.state != "active":
+                _log.warning("%s was asked for and is %s: %s", c.feature.name, c.state, c.reason)
         self.asked = dict(options)
 
     def apply(
@@ -103,6 +108,7 @@ class Session:
 
         Args:
             wishes: feature name -> True, a value, False or None, and the values of settings.
+            args: Megatron's, once they are final; None in a program without a command line.
         """
         untouched = bool(self.choices)
         try:
@@ -142,9 +148,6 @@ class Session:
                 e.add_note(f"accel could not take everything back: {left}")
             raise
         self.preset, self.choices = preset, choices
-        for c in choices if args is None else ():  # else the table says it
-            if c.asked == "flag" and c.state != "active":
-                _log.warning("%s was asked for and is %s: %s", c.feature.name, c.state, c.reason)
         if stale := self._features.stale_copies():
             _log.warning(
                 "copied from Megatron before accel's features were on, and still upstream's: %s; call "
@@ -216,6 +219,19 @@ class Session:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
                 raise ValueError(f"accel.enable() has no option {name!r}; {hint}")
+
+
+def _final_args() -> Any:
+    """Megatron's arguments where its command line was read and validated; else None."""
+    return getattr(sys.modules.get(_STATE), "_GLOBAL_ARGS", None)
+
+
+def _with_wishes(args: Any, wishes: Mapping[str, Any]) -> Any:
+    """A copy of the arguments that shows these wishes to features, and no earlier ones."""
+    if args is None:
+        return None
+    known = {name: value for name, value in vars(args).items() if not name.startswith("accel_")}
+    return SimpleNamespace(**known, **{f"accel_{name}": value for name, value in wishes.items()})
 
 
 def _some(names: Sequence[str], most: int = 5) -> str:

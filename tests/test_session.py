@@ -307,6 +307,25 @@ def test_an_import_after_the_arguments_are_final_says_so(
     assert "after Megatron's arguments were final, so no feature is on" in caplog.text
 
 
+def test_enable_looks_at_final_arguments(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron.training import global_vars
+
+    accel.enable(preset="off", moe_overlap=True)
+    assert accel.status()["features"]["moe_overlap"]["state"] == "active"
+    final = SimpleNamespace(num_experts=None, accel_preset="max", moe_router_force_biased=None)
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", final)
+    accel.enable(preset="off", moe_overlap=True)
+    assert accel.status()["features"]["moe_overlap"]["state"] == "idle"
+    assert "moe_overlap was asked for and is idle: there are no experts" in caplog.text
+    final.moe_router_force_biased, final.num_experts = 1.0, 4
+    with pytest.raises(ValueError, match="moe-router-force-biased"):
+        accel.enable(preset="off", expert_migration=True)
+    assert final.accel_preset == "max"
+    assert not hasattr(final, "accel_expert_migration")
+
+
 def test_what_enable_was_asked_for_and_is_not_on_is_said(caplog: pytest.LogCaptureFixture) -> None:
     accel.enable(preset="off", tp_comm_overlap=True, fused_rope=False)
     reason = accel.status()["features"]["tp_comm_overlap"]["reason"]
