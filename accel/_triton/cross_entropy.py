@@ -35,6 +35,15 @@ CHECK_BLOCK = 1024
 LOG2_E = tl.constexpr(1.4426950408889634)
 # e^v is 2^(v log2(e)): one multiply-add and one instruction for 2^, where `tl.exp` takes six. So the
 # maximum is subtracted after the multiplication, once it is rounded, and `_rounding` makes up for that.
+LOWEST = tl.constexpr(-2.3e38)
+"""A maximum below it (masks are often finfo.min) overflows when it is multiplied. Values that low are equal or
+further apart than any exponential tells: there 2^v does for e^v."""
+
+
+@triton.jit
+def _slope(highest):
+    """What values are multiplied with beside such a maximum."""
+    return tl.where(highest < LOWEST, 1.0, LOG2_E)
 
 
 @triton.jit
@@ -45,9 +54,9 @@ def _or_0(exponent):
 
 @triton.jit
 def _rounding(highest):
-    """2^(what rounding added to highest log2(e)): so much below e^(x - highest) is 2^ of the rounded."""
-    exponent = _or_0(highest * LOG2_E)
-    return tl.exp2(tl.fma(_or_0(highest), -LOG2_E, exponent))
+    """2^(what rounding added to highest times its slope): so much below e^(x - highest) is 2^ of the rounded."""
+    slope = _slope(highest)
+    return tl.exp2(tl.fma(_or_0(highest), -slope, _or_0(highest * slope)))
 
 
 @triton.jit
@@ -68,16 +77,17 @@ def _part(
         at = (at_UL * VECTOR)[:, :, None] + elements
         x = tl.load(x_V + at, mask=mask, other=float("-inf")).to(tl.float32)
         highest_L = tl.maximum(highest_L, tl.max(tl.max(x, axis=2), axis=0))
-        higher_L = highest_L * LOG2_E
+        slope_L = _slope(highest_L)
+        higher_L = highest_L * slope_L
         shift_L = _or_0(higher_L)
-        exp = tl.exp2(tl.fma(x, LOG2_E, -shift_L[None, :, None]))
+        exp = tl.exp2(tl.fma(x, slope_L[None, :, None], -shift_L[None, :, None]))
         sum_exp_L *= tl.exp2(exponent_L - shift_L)
         sum_exp_L += tl.sum(tl.sum(exp, axis=2), axis=0)
         exponent_L = higher_L
         if WITH_SUM:
             sum_L += tl.sum(tl.sum(tl.where(mask, x, 0.0), axis=2), axis=0)
     highest = tl.max(highest_L, axis=0)
-    sum_exp = tl.sum(sum_exp_L * tl.exp2(exponent_L - _or_0(highest * LOG2_E)), axis=0)
+    sum_exp = tl.sum(sum_exp_L * tl.exp2(exponent_L - _or_0(highest * _slope(highest))), axis=0)
     return highest, sum_exp * _rounding(highest), tl.sum(sum_L, axis=0)
 
 
@@ -180,11 +190,12 @@ def _backward(
     else:
         x = tl.load(x_TV + at, mask=mask, other=0.0).to(tl.float32)
         highest = tl.load(stats_KT + row)
+        slope = _slope(highest)
         scale = dloss / tl.load(stats_KT + num_rows + row) * _rounding(highest)
         token = tl.load(target_T + row * target_stride) - vocab_start
         is_here = (token >= 0) & (token < num_vectors * VECTOR)
         col = tl.where(is_here, token, -1).to(tl.int32)
-        dx = tl.exp2(tl.fma(x, LOG2_E, -(highest * LOG2_E))) * scale - dloss * on_each_token
+        dx = tl.exp2(tl.fma(x, slope, -(highest * slope))) * scale - dloss * on_each_token
         dx = tl.where(cols == col, dx - dloss * on_target, dx)
         tl.store(dx_TV + at, dx.to(dx_TV.dtype.element_ty), mask=mask)
 

@@ -23,13 +23,19 @@ constexpr int kMaxParts = 64;
 constexpr float kLog2E = 1.4426950408889634f;
 // e^v is 2^(v log2(e)): one multiply-add and one instruction for the power. So the maximum is subtracted
 // after the multiplication, once it is rounded; `rounding` makes up for that.
+// A maximum below kLowest (masks are often finfo.min) overflows there. Values that low are equal or further
+// apart than any exponential tells: 2^v does for e^v.
+constexpr float kLowest = -2.3e38f;
+
+ACCEL_DEVICE float slope_of(float highest) { return highest < kLowest ? 1.0f : kLog2E; }
 
 // The exponent of a maximum; 0 for -inf, from which no difference may be taken.
 ACCEL_DEVICE float or_0(float exponent) { return exponent == -INFINITY ? 0.0f : exponent; }
 
-// 2^(what rounding added to highest log2(e)): so much below e^(x - highest) is 2^ of the rounded.
+// 2^(what rounding added to highest times its slope): so much below e^(x - highest) is 2^ of the rounded.
 ACCEL_DEVICE float rounding(float highest) {
-  return fast_exp2(fmaf(or_0(highest), -kLog2E, or_0(highest * kLog2E)));
+  const float slope = slope_of(highest);
+  return fast_exp2(fmaf(or_0(highest), -slope, or_0(highest * slope)));
 }
 
 // A row as packs that begin at multiples of 16 bytes, and what is left at either end, less than a pack.
@@ -49,17 +55,17 @@ struct RowPacks {
 struct Shifted {
   float highest = -INFINITY;  // of x
   float exponent = -INFINITY;
-  float sum_exp = 0.0f;       // of 2^(x log2(e) - exponent)
+  float sum_exp = 0.0f;       // of 2^(x slope - exponent)
   float sum = 0.0f;           // of x
 
   template <bool kSum, int kCount>
   ACCEL_DEVICE void take(const float (&x)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) highest = fmaxf(highest, x[i]);
-    const float higher = highest * kLog2E, shift = or_0(higher);
+    const float slope = slope_of(highest), higher = highest * slope, shift = or_0(higher);
     float more = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) more += fast_exp2(fmaf(x[i], kLog2E, -shift));
+    for (int i = 0; i < kCount; ++i) more += fast_exp2(fmaf(x[i], slope, -shift));
     sum_exp = fmaf(sum_exp, fast_exp2(exponent - shift), more);
     exponent = higher;
     if constexpr (kSum) {
@@ -106,7 +112,7 @@ ACCEL_DEVICE RowStats stats_of_part(const T* x, int num_cols, int part, int num_
   if (part == 0 && lane < row.head) take_one<kSum>(x[lane], stats);
   if (part == num_parts - 1 && lane < row.tail) take_one<kSum>(x[row.col(row.num_packs) + lane], stats);
   const float highest = row_max(stats.highest, teams, 0);
-  const float mine = stats.sum_exp * fast_exp2(stats.exponent - or_0(highest * kLog2E));
+  const float mine = stats.sum_exp * fast_exp2(stats.exponent - or_0(highest * slope_of(highest)));
   const float sum_exp = row_sum(mine, teams, 1) * rounding(highest);
   return {highest, sum_exp, kSum ? row_sum(stats.sum, teams, 2) : 0.0f};
 }
@@ -177,19 +183,20 @@ struct BackwardCall {
 
 // dloss (softmax - on_target [column is the target] - on_each_token) of one row.
 struct Gradient {
-  float dloss, exponent, scale, on_target, on_each_token;
+  float dloss, slope, exponent, scale, on_target, on_each_token;
   int64_t token;
 
   ACCEL_DEVICE Gradient(const CrossEntropyBackward& op, int64_t row, float dloss) : dloss(dloss) {
     const float highest = op.stats[row];
-    exponent = highest * kLog2E;
+    slope = slope_of(highest);
+    exponent = highest * slope;
     scale = dloss / op.stats[op.num_rows + row] * rounding(highest);
     on_target = dloss * op.on_target;
     on_each_token = dloss * op.on_each_token;
     token = op.target[row] - op.vocab_start;
   }
   ACCEL_DEVICE float operator()(float x, int col) const {
-    const float dx = fast_exp2(fmaf(x, kLog2E, -exponent)) * scale - on_each_token;
+    const float dx = fast_exp2(fmaf(x, slope, -exponent)) * scale - on_each_token;
     return col == token ? dx - on_target : dx;
   }
 };

@@ -40,6 +40,31 @@ class Edges:
 
     @pytest.mark.parametrize("parts", [False, True])
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    def test_logits_that_are_masked_by_the_lowest_number(self, dtype, parts, monkeypatch):
+        """Times log2(e) it is -inf in fp32."""
+        k = self.split_rows(parts, monkeypatch)
+        lowest = torch.finfo(dtype).min
+        x = torch.randn(6, 5000 * k).to(dtype)
+        x[0, 2500 * k :] = lowest
+        x[1, : 4990 * k] = lowest
+        x[2] = lowest
+        x[3] = lowest
+        x[3, 4000 * k] = 0.8 * lowest
+        x[4] = -torch.inf
+        x[4, 3 * k : 9 * k] = lowest
+        x[5, : 2500 * k], x[5, 2500 * k :] = lowest, -torch.inf
+        last = 5000 * k - 1
+        target = torch.tensor([0, last, last, 4000 * k, 3 * k, 0])
+        leaf, leaf_ref = x.clone().requires_grad_(), x.clone().requires_grad_()
+        loss, expected = self.op(leaf, target), cross_entropy_ref(leaf_ref, target)
+        assert expected.isfinite().all()
+        torch.testing.assert_close(loss, expected)
+        (dx,) = torch.autograd.grad(loss.sum(), leaf)
+        (dx_ref,) = torch.autograd.grad(expected.sum(), leaf_ref)
+        torch.testing.assert_close(dx, dx_ref)
+
+    @pytest.mark.parametrize("parts", [False, True])
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
     def test_infinite_and_nan_logits(self, dtype, parts, monkeypatch):
         """-inf is a token that cannot be; NaN and +inf stay visible."""
         k = self.split_rows(parts, monkeypatch)
