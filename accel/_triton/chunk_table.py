@@ -51,6 +51,7 @@ __all__ = [
     "find_chunk",
     "is_capturing",
     "list_pointer",
+    "numbers_on",
     "upload",
 ]
 
@@ -64,8 +65,11 @@ ALIGNMENT = 16
 """Bytes that one thread loads at once."""
 HEAD = tl.constexpr(2)
 """Words of a row before its addresses."""
-MAX_CACHED = 256
-"""Entries: a few for each optimizer and three for each layer of experts. That of 10^9 elements has 0.5 MB."""
+MAX_CACHED = 64 << 20
+"""Bytes: a few tables for each optimizer, of which that of 10^9 elements has 0.5 MB, and four for each layer
+of experts, 94 of them or more. A cache smaller than what a step goes through never finds anything."""
+LEAST_CACHED = 4 << 10
+"""What the smallest counts for: the host keeps addresses, too, and the device's memory comes in pieces."""
 
 
 class ChunkTable(NamedTuple):
@@ -83,8 +87,32 @@ class _Entry(NamedTuple):
     written: tuple[torch.cuda.Stream, torch.cuda.Event] | None
     """By which stream, and what comes when that is done."""
 
+    @property
+    def nbytes(self) -> int:
+        return sum(max(t.words.nbytes, LEAST_CACHED) for t in self.tables)
 
-_cached: OrderedDict[tuple, _Entry] = OrderedDict()
+
+class _Cache:
+    """The entry that rested longest goes first."""
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[tuple, _Entry] = OrderedDict()
+        self.nbytes = 0
+
+    def get(self, key: tuple) -> _Entry | None:
+        if key in self.entries:
+            self.entries.move_to_end(key)
+        return self.entries.get(key)
+
+    def put(self, key: tuple, entry: _Entry) -> None:
+        self.entries[key] = entry
+        self.nbytes += entry.nbytes
+        while self.nbytes > MAX_CACHED and len(self.entries) > 1:
+            _, oldest = self.entries.popitem(last=False)
+            self.nbytes -= oldest.nbytes
+
+
+_cached = _Cache()
 _captured: list[_Entry] = []
 
 
@@ -157,6 +185,14 @@ def address_table(tensors: Sequence[Tensor]) -> ChunkTable:
     return _on_device(tuple(addresses), tensors[0].device, host_table)[0]
 
 
+def numbers_on(device: torch.device, numbers: Tensor) -> Tensor:
+    """Some int64 of the host on the device, found again by their values: a CUDA graph may hold what was
+    there before."""
+    content = ("numbers", *numbers.tolist())
+    (table,) = _on_device(content, device, lambda: [ChunkTable(numbers, 0, False)])
+    return table.words
+
+
 def _on_device(
     content: tuple, device: torch.device, build: Callable[[], list[ChunkTable]]
 ) -> Sequence[ChunkTable]:
@@ -168,11 +204,8 @@ def _on_device(
         if device.type == "cuda":
             written = torch.cuda.current_stream(device), torch.cuda.Event()
             written[1].record(written[0])
-        _cached[device, content] = _Entry(tables, written)
-        if len(_cached) > MAX_CACHED:
-            _cached.popitem(last=False)
+        _cached.put((device, content), _Entry(tables, written))
         return tables
-    _cached.move_to_end((device, content))
     _keep_order(entry, device)
     return entry.tables
 

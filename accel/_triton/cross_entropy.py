@@ -36,8 +36,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 # e^v is 2^(v log2(e)): one multiply-add and one instruction for 2^, where `tl.exp` takes six. So the
 # maximum is subtracted after the multiplication, once it is rounded, and `_rounding` makes up for that.
 LOWEST = tl.constexpr(-2.3e38)
-"""A maximum below it (masks are often finfo.min) overflows when it is multiplied. Values that low are equal or
-further apart than any exponential tells: there 2^v does for e^v."""
+"""A maximum below it (masks are often finfo.min) overflows when it is multiplied. Values that low are equal
+or further apart than any exponential tells: there 2^v does for e^v."""
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _or_0(exponent):
 
 @triton.jit
 def _rounding(highest):
-    """2^(what rounding added to highest times its slope): so much below e^(x - highest) is 2^ of the rounded."""
+    """2^(what rounding added to highest slope): so much below e^(x - highest) is 2^ of the rounded."""
     slope = _slope(highest)
     return tl.exp2(tl.fma(_or_0(highest), -slope, _or_0(highest * slope)))
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from accel._triton.chunk_table import TRITON_DTYPES, address_table, upload
+from accel._triton.chunk_table import TRITON_DTYPES, address_table, numbers_on
 from accel._triton.gemm_accumulate import add_tile, dot, offsets, swizzled, transposed_product, wide
 from accel._triton.launch import ceil_div, launch, next_power_of_2
 
@@ -173,7 +173,7 @@ def _lie_alike(given: Sequence[Tensor]) -> bool:
 def _counts_on(device: torch.device, tokens_per_expert: Tensor) -> Tensor:
     if tokens_per_expert.device == device:
         return tokens_per_expert.contiguous()
-    return upload(tokens_per_expert, device)
+    return numbers_on(device, tokens_per_expert)
 
 
 def _block_of(num_experts: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.layers.base import ExtraState, draw_normal, refuse_options
 from accel.ops import attention_ref
 from accel.ops._dispatch import log_fallback
+from accel.ops.findings import Findings
 from accel.parallel.context import Attention, ContextGroups, context_attention, ring_settings
 
 __all__ = ["DotProductAttention", "draw_seed", "mask_kind", "packed_starts", "values_apart"]
@@ -42,35 +43,49 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 HIDDEN = -10000.0
 """The score of a hidden key, as in Megatron and Transformer Engine."""
 
+_log = logging.getLogger("accel")
+
 _ROWS_AT_ONCE = 256
 """A mask is compared in slices of so many queries, so that no second mask is made."""
 
-_KINDS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Mask tensor -> its version counter and what `mask_kind` found: all layers get the same one."""
+_KINDS, _PACKS = Findings(), Findings()
+"""All layers get the same mask, and the same pack."""
 
 
 def mask_kind(mask: Tensor, num_queries: int, num_keys: int) -> str:
     """What a mask (True is hidden), broadcastable to [B, 1, queries, keys], is: `causal`, `none` or
-    `other`."""
-    kept = not mask.is_inference()  # those count no versions
-    known = _KINDS.get(mask) if kept else None
-    if known is not None and known[0] == mask._version:
-        return known[1]
-    kind = "other"
-    if not mask.any():
-        kind = "none"
-    elif mask.shape[-2:] == (num_queries, num_keys) and num_queries == num_keys:
-        columns = torch.arange(num_keys, device=mask.device)
-        causal = (
-            (columns > columns[first : first + _ROWS_AT_ONCE, None])
-            .eq(mask[..., first : first + _ROWS_AT_ONCE, :])
-            .all()
-            for first in range(0, num_queries, _ROWS_AT_ONCE)
+    `other`. In a CUDA graph, which cannot look, `other` serves what is not known yet."""
+    size = (num_queries, num_keys)
+    if _is_capturing(mask) and not _KINDS.knows(mask, about=size):
+        _say_once(
+            "a CUDA graph holds an attention mask that was not looked at since it was written: it is taken "
+            "for none in particular, even if it is the causal one; "
+            "--no-create-attention-mask-in-dataloader leaves it out"
         )
-        kind = "causal" if all(causal) else "other"
-    if kept:
-        _KINDS[mask] = (mask._version, kind)
+        return "other"
+    kind: str = _KINDS.get(mask, find=lambda: _kind(mask, size), about=size)
     return kind
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _kind(mask: Tensor, size: tuple[int, int]) -> str:
+    hides = mask.any()
+    if mask.shape[-2:] != size or size[0] != size[1]:
+        return "other" if hides else "none"
+    columns = torch.arange(size[1], device=mask.device)
+    causal = (
+        (columns > columns[first : first + _ROWS_AT_ONCE, None])
+        .eq(mask[..., first : first + _ROWS_AT_ONCE, :])
+        .all()
+        for first in range(0, size[0], _ROWS_AT_ONCE)
+    )
+    if mask.device.type == "cpu":  # stops at the first that is not
+        return "none" if not hides else "causal" if all(causal) else "other"
+    hides_some, is_causal = torch.stack([hides, torch.stack(list(causal)).all()]).tolist()
+    return "none" if not hides_some else "causal" if is_causal else "other"
 
 
 def packed_starts(
@@ -88,16 +103,27 @@ def packed_starts(
     begin_q, begin_k = starts
     padded_q, padded_k = padded
     if padded_q is not None and padded_k is not None:
-        same = torch.equal(begin_q, padded_q) and torch.equal(begin_k, padded_k)
-        if not same and not (
-            causal and torch.equal(padded_q, padded_k) and torch.equal(begin_q, begin_k)
-        ):
+        tensors = (begin_q, begin_k, padded_q, padded_k)
+        if not _PACKS.get(*tensors, find=lambda: _fits(*tensors, causal), about=causal):
             raise ValueError(
                 "packed sequences with padding between them need a causal mask and as many keys as "
                 "queries in each"
             )
         begin_q, begin_k = padded_q, padded_k
     return {"cu_seqlens_q": begin_q, "cu_seqlens_k": begin_k}
+
+
+def _fits(
+    begin_q: Tensor, begin_k: Tensor, padded_q: Tensor, padded_k: Tensor, causal: bool
+) -> bool:
+    if torch.equal(begin_q, padded_q) and torch.equal(begin_k, padded_k):
+        return True
+    return causal and torch.equal(padded_q, padded_k) and torch.equal(begin_q, begin_k)
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    _log.warning(line)
 
 
 def draw_seed(device: torch.device) -> Tensor:

@@ -151,7 +151,10 @@ def _copy_both(
 
 def measure_copies(device: torch.device) -> tuple[float, float]:
     """Bytes per second to the device and to the host, from and to pinned memory: some milliseconds."""
-    host = PinnedMemory(device).empty(_NUMEL, torch.float32).zero_()
+    memory = PinnedMemory(
+        device
+    )  # must outlive the copies, or they are of memory that is not pinned
+    host = memory.empty(_NUMEL, torch.float32).zero_()
     return _copies(host, host.to(device, copy=True))
 
 

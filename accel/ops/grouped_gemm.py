@@ -180,17 +180,7 @@ def grouped_gemm(
     """
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     _check(x, weights, isinstance(weight, Tensor), tokens_per_expert, transpose_b)
-    if x.device.type == "cuda" and not torch.compiler.is_compiling():
-        # Once for the forward and both products of the backward.
-        tokens_per_expert = _on_cuda(tokens_per_expert, x.device)
     return _product(x, weights, tokens_per_expert, transpose_b)
-
-
-def _on_cuda(counts: Tensor, device: torch.device) -> Tensor:
-    """The counts there, without waiting for the device."""
-    if counts.device.type == "cpu":
-        return counts.pin_memory().to(device, non_blocking=True)
-    return counts
 
 
 def accumulate_wgrad(

@@ -139,6 +139,11 @@ def qkv_rope(
     tables = None if reason else tables_of(qkv, freqs, layout)
     if tables is not None and 2 * tables.cos.shape[-1] != head_dim:
         tables = None  # pairs whose members have angles of their own, or it is not known yet
+        if qkv.is_cuda and torch.cuda.is_current_stream_capturing():
+            reason = (
+                "a CUDA graph is captured, and the members of a pair have angles of their own, or nothing "
+                "has been rotated by these freqs before"
+            )
     if tables is None:
         if reason:
             log_fallback("qkv_rope", reason)

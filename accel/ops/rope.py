@@ -201,16 +201,16 @@ class _TablesOfFreqs:
         self.by_storage: dict[StorageWeakRef, dict[tuple, Tables]] = {}
 
     def get(self, freqs: Tensor, layout: Layout, mscale: float) -> Tables:
-        if torch.compiler.is_compiling() or freqs.is_inference() or _is_capturing(freqs):
+        if torch.compiler.is_compiling() or freqs.is_inference():
             return _tables(freqs, layout, mscale)
+        if _is_capturing(freqs):
+            return self._in_graph(freqs, layout, mscale)
         storage = StorageWeakRef(freqs.untyped_storage())
         tables_by_view = self.by_storage.get(storage)
         if tables_by_view is None:
             self.by_storage = {s: t for s, t in self.by_storage.items() if not s.expired()}
             tables_by_view = self.by_storage.setdefault(storage, {})
-        interleaved = layout == "interleaved"
-        view = (freqs.storage_offset(), freqs.shape, freqs.stride(), freqs.dtype)
-        key = (*view, freqs._version, interleaved, mscale)
+        key = self._key(freqs, layout, mscale)
         if key not in tables_by_view:
             for stale in [k for k in tables_by_view if k[4] != freqs._version]:
                 del tables_by_view[stale]
@@ -229,6 +229,22 @@ class _TablesOfFreqs:
             with torch.inference_mode(False):
                 tables = tables_by_view[key] = _without_twins(tables)
         return tables
+
+    def _in_graph(self, freqs: Tensor, layout: Layout, mscale: float) -> Tables:
+        """Made anew at each replay; of half the width where both members of a pair are known to have the
+        same angle, which a graph cannot look at."""
+        tables = _tables(freqs, layout, mscale)
+        known = self.by_storage.get(StorageWeakRef(freqs.untyped_storage()), {})
+        before = known.get(self._key(freqs, layout, mscale))
+        if before is not None and before.cos.shape[-1] < tables.cos.shape[-1]:
+            cos, sin = (t.chunk(2, dim=-1)[0].contiguous() for t in tables[:2])
+            return Tables(cos, sin)
+        return tables
+
+    @staticmethod
+    def _key(freqs: Tensor, layout: Layout, mscale: float) -> tuple:
+        view = (freqs.storage_offset(), freqs.shape, freqs.stride(), freqs.dtype)
+        return (*view, freqs._version, layout == "interleaved", mscale)
 
 
 _TABLES = _TablesOfFreqs()

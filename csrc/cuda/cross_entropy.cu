@@ -32,7 +32,7 @@ ACCEL_DEVICE float slope_of(float highest) { return highest < kLowest ? 1.0f : k
 // The exponent of a maximum; 0 for -inf, from which no difference may be taken.
 ACCEL_DEVICE float or_0(float exponent) { return exponent == -INFINITY ? 0.0f : exponent; }
 
-// 2^(what rounding added to highest times its slope): so much below e^(x - highest) is 2^ of the rounded.
+// 2^(what rounding added to highest slope): so much below e^(x - highest) is 2^ of the rounded.
 ACCEL_DEVICE float rounding(float highest) {
   const float slope = slope_of(highest);
   return fast_exp2(fmaf(or_0(highest), -slope, or_0(highest * slope)));

@@ -186,20 +186,33 @@ def test_masks_of_inference_mode() -> None:
         mask = upper(5, 5).clone()
     assert mask.is_inference()
     assert mask_kind(mask, 5, 5) == "causal"
-    assert mask not in layers._KINDS
+    assert not layers._KINDS.knows(mask, about=(5, 5))
 
 
 def test_masks_are_looked_at_once_and_again_when_they_change() -> None:
     mask = upper(600, 600)[None, None]
     assert mask_kind(mask, 600, 600) == "causal"
-    assert layers._KINDS[mask] == (mask._version, "causal")
+    assert layers._KINDS.knows(mask, about=(600, 600))
     mask[0, 0, 599, 0] = True
+    assert not layers._KINDS.knows(mask, about=(600, 600))
     assert mask_kind(mask, 600, 600) == "other"
     assert mask_kind(mask.fill_(False), 600, 600) == "none"
     assert mask_kind(upper(5, 5), 3, 5) == "other"
     before = len(layers._KINDS)
     del mask
     assert len(layers._KINDS) < before
+
+
+def test_a_mask_in_a_cuda_graph_is_taken_for_none_in_particular(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mask = upper(6, 6)
+    assert mask_kind(mask, 6, 6) == "causal"
+    monkeypatch.setattr(layers, "_is_capturing", lambda tensor: True)
+    assert mask_kind(mask, 6, 6) == "causal"
+    mask.copy_(upper(6, 6))  # as a loader does that fills one buffer again and again
+    assert mask_kind(mask, 6, 6) == "other"
+    assert "a CUDA graph holds an attention mask" in caplog.text
 
 
 @pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import weakref
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel.memory import host_split
 from accel.memory.host_split import Element, Rates, best_ratio, measure_rates, seconds
+from accel.memory.pinned import PinnedMemory
 
 speeds = st.floats(min_value=1e8, max_value=1e12)
 rates = st.builds(
@@ -53,3 +57,22 @@ def test_rates_of_this_machine() -> None:
         assert 1e6 < getattr(found, name) < 1e13
     element = Element(states=12, grad=4, weight=2, weight_is_state=False)
     assert best_ratio(found, element) == 1  # there the host's share is not copied
+
+
+def test_copies_are_timed_while_their_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: weakref.WeakSet[PinnedMemory] = weakref.WeakSet()
+    found = []
+
+    class Recorded(PinnedMemory):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            pinned.add(self)
+
+    def median(*args: object, **options: object) -> float:
+        found.append(len(pinned))
+        return 1.0
+
+    monkeypatch.setattr(host_split, "PinnedMemory", Recorded)
+    monkeypatch.setattr(host_split, "_median", median)
+    host_split.measure_copies(torch.device("cpu"))
+    assert found == [1, 1]

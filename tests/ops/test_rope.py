@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 import weakref
 
 import pytest
@@ -14,6 +15,8 @@ from accel.ops import rope, rope_ref
 from accel.ops._dispatch import _log_fallback_once
 from accel.ops.rope import _TABLES, unsupported_reason
 from tests.ops.contract import Inputs, OpContract, assert_matches, needs_native
+
+rope_module = sys.modules["accel.ops.rope"]  # its package hides it by a function
 
 LAYOUTS = ["half", "interleaved", "interleaved_to_half"]
 
@@ -329,3 +332,17 @@ def test_packed_reference_is_megatrons():
         want = rope_utils._apply_rotary_pos_emb_thd(x, cu_seqlens, freqs, cp_group=Rank())
         got, _ = rope_ref(x, freqs, cu_seqlens=cu_seqlens, cp_size=2, cp_rank=1)
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_tables_in_a_cuda_graph_are_as_wide_as_those_before_it(layout, monkeypatch):
+    """New ones, of what the memory holds at the replay; half as wide where that is known to do."""
+    freqs = angles(7, 32, layout)
+    before = _TABLES.get(freqs, layout, 1.5)
+    assert before.cos.shape[-1] == 16
+    monkeypatch.setattr(rope_module, "_is_capturing", lambda freqs: True)
+    inside = _TABLES.get(freqs, layout, 1.5)
+    assert inside.cos is not before.cos
+    assert torch.equal(inside.cos, before.cos)
+    assert torch.equal(inside.sin, before.sin)
+    assert _TABLES.get(freqs.clone(), layout, 1.5).cos.shape[-1] == 32  # nobody has looked at these

@@ -10,7 +10,7 @@ import torch
 from accel.parallel.context import Attention, ContextGroups, context_attention, documents_of
 from accel.parallel.context.heads import HeadShares
 from accel.parallel.context.ring import Half, Ring, blocks_of, moved, ring_order
-from accel.parallel.context.zigzag import chunks, owners
+from accel.parallel.context.zigzag import chunks, owners, token_order, whole_sequence
 
 CHUNK = 3
 ALONE = ContextGroups(heads=None, keys=None, ring=True)
@@ -88,6 +88,16 @@ def test_chunks_and_owners_of_a_pack() -> None:
         ValueError, match=r"\[4, 8\] tokens for 12.*multiple of 6 \(nearest: \[6, 6\]\)"
     ):
         owners(starts, 12, 3)
+
+
+def test_tokens_are_put_in_order_once_for_all_layers() -> None:
+    starts = torch.tensor([0, 8, 24])
+    assert token_order(starts, 24, 2) is token_order(starts, 24, 2)
+    whole = whole_sequence(24, starts.device)
+    assert whole_sequence(24, starts.device) is whole
+    assert token_order(whole, 24, 3)[0].tolist() == [0, 1, 2, 3, 20, 21, 22, 23]
+    starts[1] = 16
+    assert token_order(starts, 24, 2)[0].tolist() == [0, 1, 2, 3, 12, 13, 14, 15, 16, 17, 22, 23]
 
 
 @pytest.mark.parametrize(

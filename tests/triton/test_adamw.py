@@ -132,7 +132,7 @@ class TestChunks:
         assert [float(t) for t in rows[STEPS]] == [3.0, 3.0]
 
     def test_tables_are_found_again_by_what_they_say(self, monkeypatch):
-        monkeypatch.setattr(chunk_table, "_cached", type(chunk_table._cached)())
+        monkeypatch.setattr(chunk_table, "_cached", chunk_table._Cache())
         lists = some_step([40, 70])[:2]
         (first,) = chunk_table.chunk_tables(lists, 32)
         assert first.num_chunks == 5
@@ -144,11 +144,24 @@ class TestChunks:
         shorter = [[t[:33] for t in row] for row in lists]
         assert chunk_table.chunk_tables(shorter, 32)[0].num_chunks == 4
         assert chunk_table.chunk_tables(lists, 64)[0].num_chunks == 3
-        monkeypatch.setattr(chunk_table, "MAX_CACHED", len(chunk_table._cached))
+        assert chunk_table._cached.nbytes == 4 * chunk_table.LEAST_CACHED
+        monkeypatch.setattr(chunk_table, "MAX_CACHED", chunk_table._cached.nbytes)
         assert chunk_table.chunk_tables(lists, 32)[0].words is first.words
         chunk_table.chunk_tables(lists, 16)  # takes the place of the one that rested longest
         assert chunk_table.chunk_tables(lists, 32)[0].words is first.words
         assert chunk_table.chunk_tables(others, 32)[0].words is not other.words
+        assert chunk_table._cached.nbytes == 4 * chunk_table.LEAST_CACHED
+
+    def test_numbers_are_found_again_by_their_values(self):
+        counts = torch.tensor([3, 0, 5])
+        on_device = chunk_table.numbers_on(torch.device(DEVICE), counts)
+        assert chunk_table.numbers_on(torch.device(DEVICE), counts.clone()) is on_device
+        assert on_device.tolist() == [3, 0, 5]
+        assert chunk_table.numbers_on(torch.device(DEVICE), torch.tensor([3, 5, 0])).tolist() == [
+            3,
+            5,
+            0,
+        ]
 
     def test_what_a_table_says(self):
         a, b = torch.zeros(70, device=DEVICE), torch.zeros(33, device=DEVICE)

@@ -35,7 +35,7 @@ from accel.parallel.context.groups import ContextGroups
 from accel.parallel.context.heads import HeadShares, gather_tokens, scatter_tokens
 from accel.parallel.context.parts import Attention, Part
 from accel.parallel.context.ring import Ring, ring_attention
-from accel.parallel.context.zigzag import token_order
+from accel.parallel.context.zigzag import token_order, whole_sequence
 
 __all__ = ["context_attention"]
 
@@ -94,7 +94,7 @@ def context_attention(
         documents = documents.expand(q.shape[1], -1)
     # Also checks the lengths, before anybody waits for anybody.
     num_tokens = q.shape[0] * groups.size
-    bounds = torch.tensor([0, num_tokens], device=q.device) if starts is None else starts
+    bounds = whole_sequence(num_tokens, q.device) if starts is None else starts
     order = token_order(bounds, num_tokens, groups.size)
     chunk = bounds.diff() // (2 * groups.ranks_by_keys)
     if attention.dropout and groups.keys is not None and (chunk % QUERIES_DRAWN).any():

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.parallel.context.groups import ContextGroups
 from accel.parallel.context.parts import Attention, Part
-from accel.parallel.context.zigzag import token_order
+from accel.parallel.context.zigzag import token_order, whole_sequence
 
 __all__ = ["attention_in_documents", "documents_of"]
 
@@ -55,7 +55,7 @@ def _read(mask: Tensor, groups: ContextGroups, causal: bool) -> Tensor | None:
             f"context parallelism: a mask of shape {list(mask.shape)}; {groups.size} ranks need [B, 1, "
             "tokens of a rank, tokens of all]"
         )
-    bounds = torch.tensor([0, num_keys], device=mask.device)
+    bounds = whole_sequence(num_keys, mask.device)
     order = token_order(bounds, num_keys, groups.size)
     first = _first_keys(mask[:, 0], order[groups.rank], causal)
     in_order = torch.argsort(order.view(-1))

@@ -15,7 +15,7 @@ from torch import Tensor
 from accel.parallel.collectives import gather_rows, reduce_scatter_rows
 from accel.parallel.context.documents import attention_in_documents
 from accel.parallel.context.parts import Attention, Part, place_of_chunk
-from accel.parallel.context.zigzag import chunks, token_order
+from accel.parallel.context.zigzag import chunks, token_order, whole_sequence
 
 __all__ = ["attention_to_gathered"]
 
@@ -40,7 +40,7 @@ def attention_to_gathered(
     ranks, rank = group.size(), group.rank()
     packed = starts is not None
     if starts is None:
-        starts = torch.tensor([0, q.shape[0] * ranks], device=q.device)
+        starts = whole_sequence(q.shape[0] * ranks, q.device)
     order = token_order(starts, q.shape[0] * ranks, ranks)
     in_order = torch.argsort(order.view(-1))
     k, v = (_GatheredTokens.apply(t, group).index_select(0, in_order) for t in (k, v))

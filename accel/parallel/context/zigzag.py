@@ -7,10 +7,23 @@ up to the same.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-__all__ = ["chunks", "halves", "owners", "token_order"]
+from accel.ops.findings import Findings
+
+__all__ = ["chunks", "halves", "owners", "token_order", "whole_sequence"]
+
+_ORDERS, _CHUNKS = Findings(), Findings()
+
+
+@functools.lru_cache(8)
+def whole_sequence(num_tokens: int, device: torch.device) -> Tensor:
+    """`[2]`: the starts of one sequence, the same tensor each time: what follows from it is found once."""
+    with torch.inference_mode(False):
+        return torch.tensor([0, num_tokens], device=device)
 
 
 def owners(starts: Tensor, num_tokens: int, num_ranks: int) -> Tensor:
@@ -28,6 +41,15 @@ def owners(starts: Tensor, num_tokens: int, num_ranks: int) -> Tensor:
 
 def chunks(starts: Tensor, num_tokens: int, num_ranks: int) -> Tensor:
     """`[num_tokens]`: which of the 2 N chunks of its sequence each token is in. Contract: :func:`owners`."""
+    found: Tensor = _CHUNKS.get(
+        starts,
+        find=lambda: _chunks(starts, num_tokens, num_ranks),
+        about=(num_tokens, num_ranks),
+    )
+    return found
+
+
+def _chunks(starts: Tensor, num_tokens: int, num_ranks: int) -> Tensor:
     lengths = starts.diff()
     if (lengths % (2 * num_ranks)).any() or int(starts[-1]) != num_tokens:
         nearest = (lengths / (2 * num_ranks)).round().clamp(min=1).long() * 2 * num_ranks
@@ -43,8 +65,13 @@ def chunks(starts: Tensor, num_tokens: int, num_ranks: int) -> Tensor:
 
 def token_order(starts: Tensor, num_tokens: int, num_ranks: int) -> Tensor:
     """`[N, num_tokens / N]`: the tokens that each rank holds, in its order. Contract: :func:`owners`."""
-    order = torch.argsort(owners(starts, num_tokens, num_ranks), stable=True)
-    return order.view(num_ranks, -1)
+
+    def find() -> Tensor:
+        order = torch.argsort(owners(starts, num_tokens, num_ranks), stable=True)
+        return order.view(num_ranks, -1)
+
+    found: Tensor = _ORDERS.get(starts, find=find, about=(num_tokens, num_ranks))
+    return found
 
 
 def halves(starts: Tensor | None, num_tokens: int) -> tuple[Tensor | slice, Tensor | slice]:
