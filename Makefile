@@ -67,6 +67,8 @@ demo: setup
 	$(PY) examples/demo/run.py
 
 # The tests of a file stay together: those of a layout share one launch of its ranks.
+# Ranks import accel some thousand times: where the environment forbids it, each would compile all of it.
+test: export PYTHONDONTWRITEBYTECODE =
 test: setup
 	$(PY) -m pytest -n logical --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 

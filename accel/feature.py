@@ -107,6 +107,9 @@ class Feature:
     """Why it cannot run here: shown as *skipped*, an error under ``--accel-strict``."""
     idle: Callable[[Context], str | None] = _never
     """Why there is nothing for it to do here; not a fault."""
+    check: Callable[[Context], None] | None = None
+    """Raises ValueError for what Megatron's arguments ask for and nothing can serve, before Megatron's own
+    validation and, where that did not see them, when they are final."""
     prepare: Callable[[Context], Sequence[str]] | None = None
     """Called before Megatron's own validation; may change ``context.args`` and returns a line for
     each that it changed."""

@@ -132,6 +132,9 @@ class Session:
                 taken=taken_by_others,
             )
             settings = read_settings(choices, wishes)
+            for f in active(choices) if args is not None else ():
+                if f.check is not None:
+                    f.check(context)
             if self._features is not None:
                 self._features.check()
             untouched = False

@@ -275,6 +275,7 @@ class DotProductAttention(ExtraState):
         groups = None if cp_group is None else ContextGroups.of(cp_group, cp_comm_type)
         if groups is not None:
             ring_settings().check(cp_comm_type)
+            ring_settings().check_groups(groups.ranks_by_heads)
         self.cp_comm_type, self.context_groups = cp_comm_type, groups
 
     def forward(

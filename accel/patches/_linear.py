@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.ops._dispatch import warn_once
 from accel.parallel import overlap
 from accel.parallel.linear import Layout, parallel_linear
 from accel.patches.cpu_offloading import OffloadedLayers
@@ -69,7 +70,10 @@ def _wrapped(
             return upstream(*args, **kwargs)
         call = signature.bind(*args, **kwargs).arguments
         weight = call["weight"]
-        if weight.requires_grad is frozen or upstream_needed(weight, call.get("gtp_remat_size", 1)):
+        if weight.requires_grad is frozen:
+            return upstream(*args, **kwargs)
+        if upstream_needed(weight, call.get("gtp_remat_size", 1)):
+            _say_what_stays()
             return upstream(*args, **kwargs)
         return parallel_linear(call["input"], call["weight"], call["bias"], _layout(call))
 
@@ -83,6 +87,15 @@ def upstream_needed(weight: Tensor, gtp_remat_size: int) -> bool:
         or hasattr(weight, "__fsdp_param__")
         or torch.is_autocast_enabled(weight.device.type)
     )
+
+
+def _say_what_stays() -> None:
+    if overlap.current() is not None:
+        warn_once(
+            "tp_overlap",
+            "linear layers whose weights are sharded (Megatron-FSDP, weights of several ranks) or that run "
+            "under autocast are upstream's, and nothing overlaps in them",
+        )
 
 
 def _layout(call: dict[str, Any]) -> Layout:
@@ -135,8 +148,15 @@ def _row_stays(layer: Any) -> bool:
         or layer.explicit_expert_comm
         or not layer.input_is_parallel
         or not isinstance(layer.config._cpu_offloading_context, OffloadedLayers | None)
-        or upstream_needed(layer.weight, getattr(layer, "gtp_remat_size", 1))
+        or _stays_sharded(layer)
     )
+
+
+def _stays_sharded(layer: Any) -> bool:
+    stays = upstream_needed(layer.weight, getattr(layer, "gtp_remat_size", 1))
+    if stays:
+        _say_what_stays()
+    return stays
 
 
 LINEAR = Patch(

@@ -113,12 +113,9 @@ def refusal(args: Any) -> str | None:
             "--num-virtual-stages-per-pipeline-rank 2"
         )
     if not args.untie_embeddings_and_output_weights:
-        return (
-            "tied embeddings are copies on two ranks, and in a V both are on the first: add "
-            "--untie-embeddings-and-output-weights"
-        )
+        return _TIED
     if getattr(args, "mtp_num_layers", None):
-        return "--mtp-num-layers wants another embedding beside the loss: leave it out"
+        return _NOT_MTP
     if getattr(args, "defer_embedding_wgrad_compute", False):
         return (
             "--defer-embedding-wgrad-compute is the last pipeline rank's, and the output layer of a V is on "
@@ -137,9 +134,16 @@ def refusal(args: Any) -> str | None:
                 f"{flag} torch_dist"
             )
     if any(getattr(args, name, None) for name in _HYBRID):
-        return "a hybrid model's chunks cannot be turned: leave out --hybrid-layer-pattern"
+        return _NOT_HYBRID
     return None
 
+
+_TIED = (
+    "tied embeddings are copies on two ranks, and in a V both are on the first: add "
+    "--untie-embeddings-and-output-weights"
+)
+_NOT_MTP = "--mtp-num-layers wants another embedding beside the loss: leave it out"
+_NOT_HYBRID = "a hybrid model's chunks cannot be turned: leave out --hybrid-layer-pattern"
 
 _HYBRID = ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model")
 
@@ -244,7 +248,26 @@ def _built(build: Callable[..., Any], groups: Any, given: dict[str, Any]) -> Any
         if _STATE.mirrored():
             groups = _with_mirrored_pipeline(groups)
             given["post_process"] = groups.pp.rank() == groups.pp.size() - 1
-        return build(groups, **given)
+        chunk = build(groups, **given)
+    if any(hasattr(module, "layer_type_list") for module in chunk.modules()):
+        raise ValueError(f"--accel-schedule in a V: {_NOT_HYBRID}")
+    return chunk
+
+
+def untied(set_up: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``LanguageModule.setup_embeddings_and_output_layer``, for what a command line would have refused:
+    upstream adds the copies of two ranks up, one of which waits for ever where both are on one."""
+
+    @functools.wraps(set_up)
+    def setup_embeddings_and_output_layer(self: Any) -> None:
+        if _STATE.on:
+            if self.share_embeddings_and_output_weights:
+                raise ValueError(f"--accel-schedule in a V: {_TIED}")
+            if getattr(self.config, "mtp_num_layers", None):
+                raise ValueError(f"--accel-schedule in a V: {_NOT_MTP}")
+        set_up(self)
+
+    return setup_embeddings_and_output_layer
 
 
 def reading(get_format: Callable[..., str]) -> Callable[..., str]:
@@ -333,6 +356,16 @@ PATCHES: tuple[Patch, ...] = (
         expects=("build_model_func", "pg_collection", "vp_size", "model_type"),
         optional=True,
         why="As get_model, for the model builders that 0.18 brought; 0.17 has none.",
+    ),
+    Patch(
+        target=(
+            "megatron.core.models.common.language_module.language_module:"
+            "LanguageModule.setup_embeddings_and_output_layer"
+        ),
+        replacement=f"{_HERE}:untied",
+        how="wrap",
+        expects=("self",),
+        why="A program without a command line may tie what lies on one rank of a V.",
     ),
     Patch(
         target="megatron.training.checkpointing:_get_checkpoint_format",

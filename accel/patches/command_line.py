@@ -114,6 +114,9 @@ def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
         wishes = asked | given
         _show(args, wishes)
         wanted = [f for f in FEATURES if wishes.get(f.name) is not False]
+        for f in wanted:
+            if f.check is not None:
+                f.check(context)
         notes = [note for f in wanted if f.prepare is not None for note in f.prepare(context)]
         with contextlib.ExitStack() as stack:
             stack.enter_context(_connections_allowed(context))

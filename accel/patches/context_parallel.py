@@ -106,7 +106,9 @@ def split_over_ranks(init: Callable[..., None]) -> Callable[..., None]:
         bound.arguments["config"] = alone
         init(*bound.args, **bound.kwargs)
         self.config = config
-        setattr(self, _GROUPS, _groups(bound.arguments.get("pg_collection"), comm_type))
+        groups = _groups(bound.arguments.get("pg_collection"), comm_type)
+        ring_settings().check_groups(1 if groups is None else groups.ranks_by_heads)
+        setattr(self, _GROUPS, groups)
         self.accel_cp_comm_type = comm_type
         self.register_forward_pre_hook(_only_while_on)
 
@@ -224,6 +226,12 @@ def _starts(packed: Any, causal: bool) -> Tensor:
     return q
 
 
+def check(context: Context) -> None:
+    """Raises ValueError for what would have tokens see others, or rotate them wrongly."""
+    _refuse_documents(context.args)
+    _refuse_rotation(context)
+
+
 def check_sizes(context: Context) -> list[str]:
     """Translate MindSpeed's flags, and refuse sizes before Megatron asserts them or a layer meets them.
 
@@ -232,8 +240,6 @@ def check_sizes(context: Context) -> list[str]:
     """
     args = context.args
     ranks = getattr(args, "context_parallel_size", 1) or 1
-    _refuse_documents(args, ranks)
-    _refuse_rotation(context)
     notes = _translate(args, ranks)
     types = getattr(args, "cp_comm_type", None) or []
     types = [types] if isinstance(types, str) else types
@@ -308,10 +314,11 @@ def _unused_settings(args: Any, without_ring: str | None) -> list[str]:
     return lines
 
 
-def _refuse_documents(args: Any, ranks: int) -> None:
+def _refuse_documents(args: Any) -> None:
     """From 0.19 on. Each document would be taken for split over the ranks, as packed sequences are: those of
     ``--sft``, which Megatron does split so."""
     asked = getattr(args, "dataloader_inter_document_masking", False)
+    ranks = getattr(args, "context_parallel_size", 1) or 1
     if asked and ranks > 1 and not getattr(args, "sft", False):
         raise ValueError(
             f"--dataloader-inter-document-masking with --context-parallel-size {ranks}: Megatron splits "
@@ -440,7 +447,7 @@ def switch_on(
     keep: Any = "none",
     keep_interval: int = 0,
 ) -> Callable[[], None]:
-    ON[:] = [RingSettings(window, keep, keep_interval, algo)]
+    ON[:] = [RingSettings(window, keep, keep_interval, algo, ulysses_degree)]
     ring_off = switch_on_ring(ON[0])
 
     def switch_off() -> None:
@@ -458,6 +465,7 @@ FEATURE = Feature(
     megatron=SUPPORTED_RANGE,
     benchmarks=("context_parallel",),
     idle=idle,
+    check=check,
     prepare=check_sizes,
     settings=(
         Setting(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from accel.feature import Context, Feature
@@ -18,14 +18,13 @@ from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
 
-def check(context: Context) -> Sequence[str]:
+def check(context: Context) -> None:
     """Raises ValueError: it names the flags, their values and what works."""
     args = context.args
     if getattr(args, "num_experts", None):
         _check_ranks(args)
         _check_choices(args)
         _check_capacity(args)
-    return []
 
 
 def _check_ranks(args: Any) -> None:
@@ -44,15 +43,20 @@ def _check_choices(args: Any) -> None:
         raise ValueError(
             f"--moe-router-topk {choices} of --num-experts {experts}: use 1 to {experts}"
         )
-    groups = getattr(args, "moe_router_num_groups", None)
-    chosen = getattr(args, "moe_router_group_topk", None)
+    _check_groups(args, experts, "--moe-router-topk {}: --moe-router-group-topk {}")
+
+
+def _check_groups(given: Any, experts: int, names: str) -> None:
+    """Of arguments or a configuration; `names` has places for two values."""
+    groups = getattr(given, "moe_router_num_groups", None)
+    chosen = getattr(given, "moe_router_group_topk", None)
     if not groups or not chosen or experts % groups:
         return  # upstream names what it misses
     most = chosen * (experts // groups)
-    if not chosen <= choices <= most:
+    if not chosen <= given.moe_router_topk <= most:
         raise ValueError(
-            f"--moe-router-topk {choices}: --moe-router-group-topk {chosen} groups of {experts // groups} "
-            f"experts hold {most}, and each gives at least one; use {chosen} to {most}"
+            f"{names.format(given.moe_router_topk, chosen)} groups of {experts // groups} experts hold "
+            f"{most}, and each gives at least one; use {chosen} to {most}"
         )
 
 
@@ -75,6 +79,9 @@ def checking(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
             raise ValueError(
                 f"moe_expert_capacity_factor={factor} drops every token: use more than 0, or None for none"
             )
+        if self.num_moe_experts:
+            names = "moe_router_topk={}: moe_router_group_topk={}"
+            _check_groups(self, self.num_moe_experts, names)
         post_init(self)
 
     return __post_init__
@@ -86,7 +93,7 @@ FEATURE = Feature(
     preset="off",
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
-    prepare=check,
+    check=check,
     patches=(
         Patch(
             target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",

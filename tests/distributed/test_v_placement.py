@@ -276,6 +276,16 @@ class LastOfTwo:
         return 2
 
 
+class Chunk(torch.nn.Module):
+    """It has what it is given."""
+
+    def __init__(self, groups: Any = None, **given: Any) -> None:
+        super().__init__()
+        self.groups = groups
+        for name, value in given.items():
+            setattr(self, name, value)
+
+
 @pytest.mark.parametrize("v", [True, False])
 def test_model_builders_are_told_where_the_loss_is(v: bool) -> None:
     utils = pytest.importorskip("megatron.training.models.dist_utils", reason="came with 0.18")
@@ -284,11 +294,36 @@ def test_model_builders_are_told_where_the_loss_is(v: bool) -> None:
         if v:
             undo.callback(_v_placement.switch_on())
         groups = Namespace(pp=LastOfTwo())
-        first, last = utils.build_virtual_pipeline_stages(
-            lambda groups, **given: Namespace(groups=groups, **given), groups, 2
-        )
+        first, last = utils.build_virtual_pipeline_stages(Chunk, groups, 2)
     assert (first.post_process, first.groups.pp.rank()) == (False, 1)
     assert (last.post_process, last.groups.pp.rank()) == (not v, int(not v))
+
+
+def test_a_program_without_a_command_line_is_refused_the_same(
+    request: pytest.FixtureRequest,
+) -> None:
+    """Upstream lays a hybrid model's chunk 1 on the real rank, and waits for ever for tied embeddings."""
+
+    def built(**given: Any) -> Any:
+        return _v_placement._built(Chunk, Namespace(pp=LastOfTwo()), given)
+
+    set_up = _v_placement.untied(lambda self: setattr(self, "done", True))
+    plain = Namespace(share_embeddings_and_output_weights=False, config=Namespace(mtp_num_layers=0))
+    tied = Namespace(share_embeddings_and_output_weights=True, config=plain.config)
+    mtp = Namespace(share_embeddings_and_output_weights=False, config=Namespace(mtp_num_layers=1))
+    set_up(tied)
+    assert tied.done
+    request.addfinalizer(_v_placement.switch_on())
+    set_up(plain)
+    assert plain.done
+    with pytest.raises(ValueError, match=r"in a V: .* add --untie-embeddings-and-output-weights"):
+        set_up(tied)
+    with pytest.raises(ValueError, match=r"in a V: --mtp-num-layers wants"):
+        set_up(mtp)
+    assert built(vp_stage=1).groups.pp.rank() == 0
+    decoder = Chunk(layer_type_list=["M", "*"])
+    with pytest.raises(ValueError, match=r"in a V: a hybrid model's chunks cannot be turned"):
+        built(vp_stage=1, decoder=decoder)
 
 
 def test_what_a_v_refuses() -> None:

@@ -95,6 +95,7 @@ def test_a_layer_of_another_kind_than_mindspeeds_name_asks_for_is_an_error(
 ) -> None:
     """`accel.enable(context_parallel_algo=...)` without a command line, which it would change."""
     monkeypatch.setattr(ContextGroups, "of", lambda group, comm_type: ALONE)
+    monkeypatch.setattr(context_parallel, "_groups", lambda collection, comm_type: ALONE)
     group = object()
 
     def build(comm_type: str | None, ranks: int = 2) -> Any:
@@ -122,6 +123,13 @@ def test_a_layer_of_another_kind_than_mindspeeds_name_asks_for_is_an_error(
     for given, said in ((None, "p2p"), ("all_gather", "all_gather")):
         with pytest.raises(ValueError, match=message.format(said)):
             build(given)
+    assert ALONE.ranks_by_heads == 1
+    request.addfinalizer(context_parallel.switch_on(ulysses_degree=1))
+    build("a2a+p2p")
+    request.addfinalizer(context_parallel.switch_on(ulysses_degree=4))
+    message = "ulysses_degree asks for 4 ranks that exchange heads, this layer's groups have 1"
+    with pytest.raises(ValueError, match=message):
+        build("p2p")
 
 
 def _as_upstreams(
@@ -132,7 +140,9 @@ def _as_upstreams(
 
 def lines(version: str = "0.19.2", **args: Any) -> list[str]:
     """What start-up says."""
-    return context_parallel.check_sizes(Context("cpu", version, SimpleNamespace(**args)))
+    context = Context("cpu", version, SimpleNamespace(**args))
+    context_parallel.check(context)
+    return context_parallel.check_sizes(context)
 
 
 def test_documents_of_rows_that_are_split_whole_are_refused() -> None:

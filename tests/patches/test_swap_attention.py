@@ -49,6 +49,29 @@ def test_graphs_of_a_configuration_are_refused() -> None:
         made(layer)
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, "computed again save"),
+        ({"recompute_granularity": "full", "recompute_method": "block"}, ""),
+        ({"recompute_granularity": "selective"}, ""),
+        ({"fine_grained_activation_offloading": True}, "fine_grained_activation_offloading moves"),
+        ({"cpu_offloading": True}, "cpu_offloading moves"),
+    ],
+)
+def test_a_configuration_that_leaves_nothing_to_swap_is_told(
+    given: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a command line, where it is refused or idle."""
+    said: list[str] = []
+    monkeypatch.setattr(swap_attention, "warn_once", lambda feature, line: said.append(line))
+    monkeypatch.setattr(swap_attention, "ON", [SimpleNamespace(modules=())])
+    layer = SimpleNamespace(config=SimpleNamespace(**given))
+    swap_attention.choosing(lambda self: None)(layer)
+    assert len(said) == bool(told)
+    assert not told or told in said[0]
+
+
 @needs_native
 @pytest.mark.parametrize("modules", ["self_attention", None])
 @pytest.mark.parametrize("recompute", [False, True])

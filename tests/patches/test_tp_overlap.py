@@ -150,7 +150,9 @@ def test_deferred_gradients_are_taken_while_there_is_room() -> None:
     ],
     ids=["plain", "experts", "whole_input", "sharded_weight", "one_rank"],
 )
-def test_which_row_layers_are_served(how: dict[str, Any], stays: bool) -> None:
+def test_which_row_layers_are_served(
+    how: dict[str, Any], stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     layer = SimpleNamespace(
@@ -169,7 +171,10 @@ def test_which_row_layers_are_served(how: dict[str, Any], stays: bool) -> None:
     forward(layer, None)
     assert calls == [None], "while nothing overlaps upstream's own code runs"
     if stays:
+        said: list[str] = []
+        monkeypatch.setattr(_linear, "warn_once", lambda feature, line: said.append(line))
         off = overlap.switch_on(Overlap(2))
         forward(layer, 1)
         off()
         assert calls == [None, 1]
+        assert len(said) == ("gtp_remat_size" in how)
