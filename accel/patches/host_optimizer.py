@@ -24,8 +24,7 @@ On the CPU device runtime the host is the device: the memory of the states does 
 (``torch.cuda.memory_allocated``, and the limit of ``torch.cuda.set_per_process_memory_fraction``), and the
 host's share, which is all if it is measured, is stepped where it is; the rest is copied as anywhere else.
 On an H200 (Llama 3 8B, 4 layers, vocabulary 32,000, 65,536 tokens a step) a step with ``all`` took 1.42
-times that of preset fast, at 28 % of stock's peak memory, with the same losses, digit for digit; the bus took
-9 GB/s in its slower direction.
+times that of preset fast, at 28 % of stock's peak memory, with the same losses, digit for digit.
 """
 
 from __future__ import annotations
