@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
@@ -48,6 +48,9 @@ class Context:
     """Version of megatron-core."""
     args: Any = None
     """Megatron's arguments, or ``None`` in programs without a command line."""
+    late: bool = False
+    """Whether features are chosen after the arguments were final, by a program that may build its model
+    otherwise: no feature of a preset is idle for what they say."""
 
 
 def _never(context: Context) -> str | None:
@@ -260,6 +263,8 @@ def _decide(
         )
     if reason := feature.unavailable(context):
         return Choice(feature, how, "skipped", reason)
+    if how != "flag" and context.late:
+        context = replace(context, args=None)
     if reason := feature.idle(context):
         return Choice(feature, how, "idle", reason)
     return Choice(feature, how, "active")

@@ -35,6 +35,8 @@ __all__ = ["SESSION", "Session"]
 _GENERAL = ("preset", "strict", "allow_untested_megatron", "device")
 _log = logging.getLogger("accel")
 _STATE = "megatron.training.global_vars"
+_OF_VALIDATION = "data_parallel_size"
+"""What Megatron's validation has put on arguments, and no parser."""
 
 
 class Session:
@@ -88,6 +90,7 @@ class Session:
             strict=bool(options.get("strict", False)),
             allow_untested=bool(options.get("allow_untested_megatron", False)),
             args=_with_wishes(_final_args(), options),
+            late=True,
         )
         for c in self.choices:  # nobody prints the table
             if c.asked == "flag" and c.state != "active":
@@ -102,6 +105,7 @@ class Session:
         strict: bool = False,
         allow_untested: bool = False,
         args: Any = None,
+        late: bool = False,
     ) -> None:
         """Replace the set of active features. On any error accel leaves the process as it found it; where
         features were on and nothing has changed yet, it leaves those.
@@ -109,6 +113,7 @@ class Session:
         Args:
             wishes: feature name -> True, a value, False or None, and the values of settings.
             args: Megatron's, once they are final; None in a program without a command line.
+            late: they were final before features were chosen: see `Context`.
         """
         untouched = bool(self.choices)
         try:
@@ -121,7 +126,7 @@ class Session:
                     f"accel supports megatron-core {', '.join(SUPPORTED_MEGATRON)}, found {version}; "
                     "nothing was patched (--accel-allow-untested-megatron tries it all the same)"
                 )
-            context = Context(self.require_device().name, version, args)
+            context = Context(self.require_device().name, version, args, late)
             choices = choose(
                 FEATURES,
                 preset,
@@ -225,8 +230,10 @@ class Session:
 
 
 def _final_args() -> Any:
-    """Megatron's arguments where its command line was read and validated; else None."""
-    return getattr(sys.modules.get(_STATE), "_GLOBAL_ARGS", None)
+    """Megatron's arguments where its command line was read and validated; else None. A program may have set
+    others, which were never validated."""
+    args = getattr(sys.modules.get(_STATE), "_GLOBAL_ARGS", None)
+    return args if hasattr(args, _OF_VALIDATION) else None
 
 
 def _with_wishes(args: Any, wishes: Mapping[str, Any]) -> Any:

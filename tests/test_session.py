@@ -301,8 +301,11 @@ def test_an_import_after_the_arguments_are_final_says_so(
 ) -> None:
     from megatron.training import global_vars
 
-    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace())
     SESSION.attach()
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace())  # a program's own
+    SESSION.warn_if_late()
+    assert not caplog.records
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(data_parallel_size=1))
     SESSION.warn_if_late()
     assert "after Megatron's arguments were final, so no feature is on" in caplog.text
 
@@ -314,14 +317,25 @@ def test_enable_looks_at_final_arguments(
 
     accel.enable(preset="off", moe_overlap=True)
     assert accel.status()["features"]["moe_overlap"]["state"] == "active"
-    final = SimpleNamespace(num_experts=None, accel_preset="max", moe_router_force_biased=None)
+    final = SimpleNamespace(
+        num_experts=None, accel_preset="max", moe_router_force_biased=None, data_parallel_size=1
+    )
     monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", final)
     accel.enable(preset="off", moe_overlap=True)
     assert accel.status()["features"]["moe_overlap"]["state"] == "idle"
     assert "moe_overlap was asked for and is idle: there are no experts" in caplog.text
-    final.moe_router_force_biased, final.num_experts = 1.0, 4
+    final.num_experts, final.moe_router_topk = 4, 9
+    with pytest.raises(ValueError, match="--moe-router-topk 9 of --num-experts 4"):
+        accel.enable(preset="off")
+    final.moe_router_force_biased, final.moe_router_topk = 1.0, 2
     with pytest.raises(ValueError, match="moe-router-force-biased"):
         accel.enable(preset="off", expert_migration=True)
+    assert accel.status()["features"]["mamba"]["state"] == "active", "the model may have them"
+    accel.enable(preset="off", moe_tp_extend_ep=True)
+    assert accel.status()["features"]["moe_tp_extend_ep"]["state"] == "idle"
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(num_experts=None))
+    accel.enable(preset="off", moe_overlap=True)
+    assert accel.status()["features"]["moe_overlap"]["state"] == "active", "never validated"
     assert final.accel_preset == "max"
     assert not hasattr(final, "accel_expert_migration")
 

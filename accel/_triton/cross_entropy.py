@@ -53,6 +53,12 @@ def _or_0(exponent):
 
 
 @triton.jit
+def _from(slope, exponent, to_slope, to_exponent):
+    """What a sum is multiplied with; 0 where the slopes, and so the maxima, are far apart."""
+    return tl.where(slope == to_slope, tl.exp2(exponent - to_exponent), 0.0)
+
+
+@triton.jit
 def _rounding(highest):
     """2^(what rounding added to highest slope): so much below e^(x - highest) is 2^ of the rounded."""
     slope = _slope(highest)
@@ -76,18 +82,20 @@ def _part(
         mask = (at_UL < last)[:, :, None]
         at = (at_UL * VECTOR)[:, :, None] + elements
         x = tl.load(x_V + at, mask=mask, other=float("-inf")).to(tl.float32)
+        before_L = _slope(highest_L)
         highest_L = tl.maximum(highest_L, tl.max(tl.max(x, axis=2), axis=0))
         slope_L = _slope(highest_L)
         higher_L = highest_L * slope_L
         shift_L = _or_0(higher_L)
         exp = tl.exp2(tl.fma(x, slope_L[None, :, None], -shift_L[None, :, None]))
-        sum_exp_L *= tl.exp2(exponent_L - shift_L)
+        sum_exp_L *= _from(before_L, exponent_L, slope_L, shift_L)
         sum_exp_L += tl.sum(tl.sum(exp, axis=2), axis=0)
         exponent_L = higher_L
         if WITH_SUM:
             sum_L += tl.sum(tl.sum(tl.where(mask, x, 0.0), axis=2), axis=0)
     highest = tl.max(highest_L, axis=0)
-    sum_exp = tl.sum(sum_exp_L * tl.exp2(exponent_L - _or_0(highest * _slope(highest))), axis=0)
+    slope, exponent = _slope(highest), _or_0(highest * _slope(highest))
+    sum_exp = tl.sum(sum_exp_L * _from(_slope(highest_L), exponent_L, slope, exponent), axis=0)
     return highest, sum_exp * _rounding(highest), tl.sum(sum_L, axis=0)
 
 

@@ -93,8 +93,8 @@ def _say_what_stays() -> None:
     if overlap.current() is not None:
         warn_once(
             "tp_overlap",
-            "linear layers whose weights are sharded (Megatron-FSDP, weights of several ranks) or that run "
-            "under autocast are upstream's, and nothing overlaps in them",
+            "nothing overlaps in Megatron's own linear layers (all of the local spec, and the output layer) "
+            "where weights are sharded, as by Megatron-FSDP, or autocast is on",
         )
 
 

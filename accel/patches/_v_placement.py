@@ -249,9 +249,21 @@ def _built(build: Callable[..., Any], groups: Any, given: dict[str, Any]) -> Any
             groups = _with_mirrored_pipeline(groups)
             given["post_process"] = groups.pp.rank() == groups.pp.size() - 1
         chunk = build(groups, **given)
-    if any(hasattr(module, "layer_type_list") for module in chunk.modules()):
-        raise ValueError(f"--accel-schedule in a V: {_NOT_HYBRID}")
+    if given.get("vp_stage") is not None:
+        for module in chunk.modules():
+            _check(module, hasattr(module, "layer_type_list"))
     return chunk
+
+
+def _check(module: Any, hybrid: bool = False) -> None:
+    """Of a chunk: on each rank, or those that are content would wait for the others."""
+    reason = _NOT_HYBRID if hybrid else None
+    if getattr(module, "share_embeddings_and_output_weights", False):
+        reason = _TIED
+    elif getattr(getattr(module, "config", None), "mtp_num_layers", None):
+        reason = _NOT_MTP
+    if reason:
+        raise ValueError(f"--accel-schedule in a V: {reason}")
 
 
 def untied(set_up: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -260,11 +272,8 @@ def untied(set_up: Callable[[Any], None]) -> Callable[[Any], None]:
 
     @functools.wraps(set_up)
     def setup_embeddings_and_output_layer(self: Any) -> None:
-        if _STATE.on:
-            if self.share_embeddings_and_output_weights:
-                raise ValueError(f"--accel-schedule in a V: {_TIED}")
-            if getattr(self.config, "mtp_num_layers", None):
-                raise ValueError(f"--accel-schedule in a V: {_NOT_MTP}")
+        if _STATE.on and getattr(self, "vp_stage", None) is not None:
+            _check(self)
         set_up(self)
 
     return setup_embeddings_and_output_layer

@@ -84,7 +84,7 @@ def _given_before(args: Any) -> int | None:
 
 
 def idle(context: Context) -> str | None:
-    if context.args is None:
+    if context.args is None or (context.late and not hasattr(context.args, GIVEN)):
         return (
             "it changes Megatron's arguments: without them, set expert_tensor_parallel_size=1 and "
             "expert_model_parallel_size to the product of both"

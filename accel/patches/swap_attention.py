@@ -160,8 +160,12 @@ def choosing(init: Callable[..., None]) -> Callable[..., None]:
                 "swap_attention",
                 "nothing is swapped with overlap_moe_expert_parallel_comm: layers run in pieces there",
             )
-        if reason := _nothing_left(self.config):
-            warn_once("swap_attention or memory_budget", f"nothing is swapped: {reason}")
+        if _all_recomputed(self.config):
+            warn_once(
+                "swap_attention or memory_budget",
+                "nothing is swapped in layers that are computed again as a whole "
+                "(recompute_granularity='full' in the configuration)",
+            )
         if reason := _graphs(self.config, "cuda_graph_impl="):
             raise ValueError(f"swap_attention: {reason}")
         for module in modules_of(self, ON[0].modules):
@@ -169,16 +173,6 @@ def choosing(init: Callable[..., None]) -> Callable[..., None]:
             module.register_forward_hook(_leave, always_call=True)
 
     return __init__
-
-
-def _nothing_left(config: Any) -> str | None:
-    """What a command line is refused for, or told, of a configuration's own."""
-    if _all_recomputed(config):
-        return "layers that are computed again save nothing (recompute_granularity='full')"
-    for name in ("fine_grained_activation_offloading", "cpu_offloading"):
-        if getattr(config, name, False):
-            return f"{name} moves what is saved"
-    return None
 
 
 def _all_recomputed(given: Any) -> bool:

@@ -32,6 +32,11 @@ ACCEL_DEVICE float slope_of(float highest) { return highest < kLowest ? 1.0f : k
 // The exponent of a maximum; 0 for -inf, from which no difference may be taken.
 ACCEL_DEVICE float or_0(float exponent) { return exponent == -INFINITY ? 0.0f : exponent; }
 
+// What a sum is multiplied with; 0 where the slopes, and so the maxima, are far apart.
+ACCEL_DEVICE float from(float slope, float exponent, float to_slope, float to_exponent) {
+  return slope == to_slope ? fast_exp2(exponent - to_exponent) : 0.0f;
+}
+
 // 2^(what rounding added to highest slope): so much below e^(x - highest) is 2^ of the rounded.
 ACCEL_DEVICE float rounding(float highest) {
   const float slope = slope_of(highest);
@@ -60,13 +65,14 @@ struct Shifted {
 
   template <bool kSum, int kCount>
   ACCEL_DEVICE void take(const float (&x)[kCount]) {
+    const float before = slope_of(highest);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) highest = fmaxf(highest, x[i]);
     const float slope = slope_of(highest), higher = highest * slope, shift = or_0(higher);
     float more = 0.0f;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) more += fast_exp2(fmaf(x[i], slope, -shift));
-    sum_exp = fmaf(sum_exp, fast_exp2(exponent - shift), more);
+    sum_exp = fmaf(sum_exp, from(before, exponent, slope, shift), more);
     exponent = higher;
     if constexpr (kSum) {
 #pragma unroll
@@ -112,7 +118,8 @@ ACCEL_DEVICE RowStats stats_of_part(const T* x, int num_cols, int part, int num_
   if (part == 0 && lane < row.head) take_one<kSum>(x[lane], stats);
   if (part == num_parts - 1 && lane < row.tail) take_one<kSum>(x[row.col(row.num_packs) + lane], stats);
   const float highest = row_max(stats.highest, teams, 0);
-  const float mine = stats.sum_exp * fast_exp2(stats.exponent - or_0(highest * slope_of(highest)));
+  const float slope = slope_of(highest);
+  const float mine = stats.sum_exp * from(slope_of(stats.highest), stats.exponent, slope, or_0(highest * slope));
   const float sum_exp = row_sum(mine, teams, 1) * rounding(highest);
   return {highest, sum_exp, kSum ? row_sum(stats.sum, teams, 2) : 0.0f};
 }

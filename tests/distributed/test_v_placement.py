@@ -308,22 +308,29 @@ def test_a_program_without_a_command_line_is_refused_the_same(
         return _v_placement._built(Chunk, Namespace(pp=LastOfTwo()), given)
 
     set_up = _v_placement.untied(lambda self: setattr(self, "done", True))
-    plain = Namespace(share_embeddings_and_output_weights=False, config=Namespace(mtp_num_layers=0))
-    tied = Namespace(share_embeddings_and_output_weights=True, config=plain.config)
-    mtp = Namespace(share_embeddings_and_output_weights=False, config=Namespace(mtp_num_layers=1))
-    set_up(tied)
-    assert tied.done
+    plain = {"share_embeddings_and_output_weights": False, "config": Namespace(mtp_num_layers=None)}
+    tied = {**plain, "share_embeddings_and_output_weights": True}
+    mtp = {**plain, "config": Namespace(mtp_num_layers=1)}
+    hybrid = {**plain, "decoder": Chunk(layer_type_list=["M", "*"])}
+    set_up(Namespace(**tied, vp_stage=0))
     request.addfinalizer(_v_placement.switch_on())
-    set_up(plain)
-    assert plain.done
-    with pytest.raises(ValueError, match=r"in a V: .* add --untie-embeddings-and-output-weights"):
-        set_up(tied)
-    with pytest.raises(ValueError, match=r"in a V: --mtp-num-layers wants"):
-        set_up(mtp)
-    assert built(vp_stage=1).groups.pp.rank() == 0
-    decoder = Chunk(layer_type_list=["M", "*"])
-    with pytest.raises(ValueError, match=r"in a V: a hybrid model's chunks cannot be turned"):
-        built(vp_stage=1, decoder=decoder)
+    for given in (plain, tied, mtp, hybrid):  # of a model that lies on one rank
+        set_up(Namespace(**given, vp_stage=None))
+        assert built(**given, vp_stage=None).vp_stage is None
+    set_up(Namespace(**plain, vp_stage=0))
+    assert built(**plain, vp_stage=1).groups.pp.rank() == 0
+    for given, says in (
+        (tied, "add --untie-embeddings-and-output-weights"),
+        (mtp, "--mtp-num-layers wants"),
+        (hybrid, "a hybrid model's chunks cannot be turned"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"in a V: .*{says}"
+        ):  # on ranks without embeddings, too
+            built(**given, vp_stage=1)
+        if given is not hybrid:
+            with pytest.raises(ValueError, match=f"in a V: .*{says}"):
+                set_up(Namespace(**given, vp_stage=0))
 
 
 def test_what_a_v_refuses() -> None:

@@ -44,8 +44,13 @@ class Edges:
         """Times log2(e) it is -inf in fp32."""
         k = self.split_rows(parts, monkeypatch)
         lowest = torch.finfo(dtype).min
-        x = torch.randn(6, 5000 * k).to(dtype)
+        x = torch.randn(8, 5000 * k).to(dtype)
         x[0, 2500 * k :] = lowest
+        x[6], x[6, 2048 * k :] = (
+            0.88 * lowest,
+            0.65 * lowest,
+        )  # to either side of what is told apart
+        x[7], x[7, ::2], x[7, 4000 * k] = 0.88 * lowest, 0.65 * lowest, 1.0
         x[1, : 4990 * k] = lowest
         x[2] = lowest
         x[3] = lowest
@@ -54,7 +59,7 @@ class Edges:
         x[4, 3 * k : 9 * k] = lowest
         x[5, : 2500 * k], x[5, 2500 * k :] = lowest, -torch.inf
         last = 5000 * k - 1
-        target = torch.tensor([0, last, last, 4000 * k, 3 * k, 0])
+        target = torch.tensor([0, last, last, 4000 * k, 3 * k, 0, last, 4000 * k])
         leaf, leaf_ref = x.clone().requires_grad_(), x.clone().requires_grad_()
         loss, expected = self.op(leaf, target), cross_entropy_ref(leaf_ref, target)
         assert expected.isfinite().all()

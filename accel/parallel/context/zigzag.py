@@ -11,19 +11,26 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.ops.findings import Findings
 
 __all__ = ["chunks", "halves", "owners", "token_order", "whole_sequence"]
 
 _ORDERS, _CHUNKS = Findings(), Findings()
+_WHOLE: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The starts of one sequence, which nobody writes to."""
+_CAPTURED: list[Tensor] = []
+"""What CUDA graphs read at each replay."""
 
 
 @functools.lru_cache(8)
 def whole_sequence(num_tokens: int, device: torch.device) -> Tensor:
     """`[2]`: the starts of one sequence, the same tensor each time: what follows from it is found once."""
     with torch.inference_mode(False):
-        return torch.tensor([0, num_tokens], device=device)
+        starts = torch.tensor([0, num_tokens], device=device)
+    _WHOLE[starts] = num_tokens
+    return starts
 
 
 def owners(starts: Tensor, num_tokens: int, num_ranks: int) -> Tensor:
@@ -71,6 +78,13 @@ def token_order(starts: Tensor, num_tokens: int, num_ranks: int) -> Tensor:
         return order.view(num_ranks, -1)
 
     found: Tensor = _ORDERS.get(starts, find=find, about=(num_tokens, num_ranks))
+    if starts.is_cuda and torch.cuda.is_current_stream_capturing():
+        if starts not in _WHOLE:
+            raise ValueError(
+                "context parallelism: a CUDA graph would hold the order of the tokens of this pack for all: "
+                "capture what is beside the attention of packed sequences"
+            )
+        _CAPTURED.append(found)
     return found
 
 
