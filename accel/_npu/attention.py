@@ -137,7 +137,9 @@ def _seen(
     )
 
 
-def _reason(q: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, dropout: float) -> str | None:
+def _reason(
+    q: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, window: tuple[int, int], dropout: float
+) -> str | None:
     """Why torch-npu's op cannot take this, or None."""
     if dropout:
         return "dropout (npu_fusion_attention draws other random bits)"
@@ -149,6 +151,8 @@ def _reason(q: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, dropout: float) -
         return f"more than {MOST_TOKENS} tokens"
     if cu_seqlens_q is not None and cu_seqlens_q.numel() > MOST_SEQUENCES + 1:
         return f"more than {MOST_SEQUENCES} sequences"
+    if cu_seqlens_q is not None and window == (0, 0):
+        return "a window of a token's own key in a pack (its gradient refuses that)"
     return None
 
 
@@ -186,7 +190,7 @@ def forward(
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """`accel::attention_fwd`."""
-    if reason := _reason(q, v, cu_seqlens_q, dropout):
+    if reason := _reason(q, v, cu_seqlens_q, (left, right), dropout):
         log_fallback("attention", reason)
         return attention_ref(
             q,
@@ -240,7 +244,7 @@ def backward(
     dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`accel::attention_bwd`."""
-    if _reason(q, v, cu_seqlens_q, dropout):
+    if _reason(q, v, cu_seqlens_q, (left, right), dropout):
         return attention_gradients_ref(
             dout,
             q,

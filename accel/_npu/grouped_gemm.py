@@ -35,13 +35,24 @@ CUMULATIVE = 0
 
 
 def _ends(tokens_per_expert: Tensor, device: torch.device) -> Tensor:
-    """The cumulative sums on the device. Counts of the host are copied while it goes on, from sums that are
-    kept as long as the counts: the copy reads them later."""
-    ends = kept(tokens_per_expert, "ends", lambda: tokens_per_expert.cumsum(0))
-    on_the_way = not tokens_per_expert.is_inference()  # of which nothing is kept
-    return kept(
-        tokens_per_expert, ("ends", device), lambda: ends.to(device, non_blocking=on_the_way)
-    )
+    """The cumulative sums on the device. Counts of the host are copied while it goes on, which torch-npu does
+    from pinned memory alone."""
+
+    def find() -> Tensor:
+        ends = tokens_per_expert.cumsum(0)
+        if ends.device == device:
+            return ends
+        return ends.pin_memory().to(device, non_blocking=True)
+
+    return kept(tokens_per_expert, ("ends", device), find)
+
+
+def _columns(left: Tensor) -> Tensor:
+    """`left.T` with the strides of a transposed matrix, which the op looks at even of a single row."""
+    dense = left.contiguous()
+    if dense.stride(0) != dense.shape[1]:
+        dense = dense.clone(memory_format=torch.contiguous_format)
+    return dense.T
 
 
 def _taken(dtype: torch.dtype, num_groups: int, *widths: int) -> bool:
@@ -89,7 +100,7 @@ def weight_gradient(dy: Tensor, x: Tensor, tokens_per_expert: Tensor, transpose_
     if not _taken(x.dtype, num_groups, left.shape[1], right.shape[1]):
         return wgrad_loop(dy, x, tokens_per_expert, transpose_b)
     dw = torch.ops.npu.npu_grouped_matmul(
-        [left.contiguous().T],
+        [_columns(left)],
         [right.contiguous()],
         group_list=_ends(tokens_per_expert, x.device),
         split_item=ONE_RESULT,

@@ -21,7 +21,7 @@ from accel._npu.kept import kept
 __all__ = ["KERNELS"]
 
 MOST_ROWS_OF_A_TOKEN = 512
-MOST_ROWS = 16777215
+MOST_ROWS = 16777214
 
 
 def row_map(routing_map: Tensor, num_rows: int, capacity: int, align: int) -> Tensor:
@@ -30,20 +30,30 @@ def row_map(routing_map: Tensor, num_rows: int, capacity: int, align: int) -> Te
     routed = routing_map.bool().T.contiguous()
     device = routed.device
     if capacity >= 0:
-        order = routed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :capacity]
+        order = routed.to(torch.float16).argsort(dim=-1, descending=True, stable=True)[:, :capacity]
         experts = torch.arange(num_experts, device=device)[:, None]
         return (order + experts * num_tokens).reshape(-1)
-    places = torch.arange(routed.numel(), device=device)
+    # AI cores sort floats and sum and scatter int32; other integers go to the host's kind of cores
+    index = torch.int32 if routed.numel() < 2**31 else torch.int64
+    places = torch.arange(routed.numel(), dtype=index, device=device)
     rows = places.new_full((num_rows + 1,), -1)
     if routed.numel() and num_rows:
-        counts = routed.sum(1)
+        counts = routed.sum(1, dtype=index)
         room = (counts + align - 1) // align * align
-        shift = (room.cumsum(0) - room) - (counts.cumsum(0) - counts)
+        shift = (_ends(room) - room) - (_ends(counts) - counts)
         flat = routed.reshape(-1)
-        row = flat.cumsum(0) - 1 + shift.repeat_interleave(num_tokens, output_size=flat.numel())
+        row = (
+            _ends(flat.to(index))
+            - 1
+            + shift.repeat_interleave(num_tokens, output_size=flat.numel())
+        )
         dropped = ~flat | (row >= num_rows)  # into the row too many
-        rows.scatter_(0, row.masked_fill(dropped, num_rows), places)
-    return rows[:num_rows].clone()
+        rows.scatter_(0, row.masked_fill(dropped, num_rows).long(), places)
+    return rows[:num_rows].long()
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0, dtype=counts.dtype)
 
 
 def _tokens(row_map: Tensor, num_tokens: int) -> Tensor:
@@ -60,10 +70,11 @@ def _places(row_map: Tensor, num_tokens: int) -> Tensor | None:
             return None
         topk = num_rows // num_tokens
         tokens = _tokens(row_map, num_tokens)
-        counts = tokens.new_zeros(num_tokens + 1).scatter_add_(0, tokens, torch.ones_like(tokens))
+        ones = torch.ones_like(tokens, dtype=torch.int32)
+        counts = ones.new_zeros(num_tokens + 1).scatter_add_(0, tokens, ones)
         if topk > MOST_ROWS_OF_A_TOKEN or not bool((counts[:num_tokens] == topk).all()):
             return None
-        return tokens.argsort(stable=True).to(torch.int32)
+        return tokens.float().argsort(stable=True).to(torch.int32)  # exact: there are few enough
 
     return kept(row_map, ("places", num_tokens), look)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -72,8 +73,13 @@ def select(name: str | None = None) -> Device:
 def _has_cuda() -> bool:
     import torch
 
-    # torch-npu's transfer_to_npu, which a script may import first, says that NPUs are available as CUDA
+    if _REDIRECT in sys.modules:
+        return False
     return torch.backends.cuda.is_built() and torch.cuda.is_available()
+
+
+_REDIRECT = "torch_npu.contrib.transfer_to_npu"
+"""Where a script has imported it first, it says that NPUs are available as CUDA."""
 
 
 def _has_npu() -> bool:

@@ -3,6 +3,7 @@ is still to be waited for."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,8 +52,10 @@ class Messages:
             for into, source in receives
         ]
         ops += [dist.P2POp(dist.isend, tensor, group=group, group_peer=to) for tensor, to in sends]
-        works: list[Any] = dist.batch_isend_irecv(ops) if ops else []
-        one_for_all = len(works) < len(ops)
+        device = ops[0].tensor.device.type if ops else "cpu"
+        rounds = [ops] if device in _REPEATS else _one_for_each(ops)
+        works: list[Any] = [w for batch in rounds if batch for w in dist.batch_isend_irecv(batch)]
+        one_for_all = len(works) < len(ops) or len(rounds) > 1
         self._received = works if one_for_all and receives else works[: len(receives)]
         self._sent = [] if one_for_all and receives else works[len(receives) :]
         self._kept = sends
@@ -78,6 +81,24 @@ class Messages:
         """Before all was received: waits for what is sent and lets go of it, if it has works of its own."""
         if self._sent:
             self.wait_sent()
+
+
+_REPEATS = ("cpu", "cuda")
+"""Where a batch may have several messages between two ranks. HCCL's may not: "The task list must not contain
+duplicate sending or receiving tasks pointed to the same rank" (CANN's documentation of HcclBatchSendRecv)."""
+
+
+def _one_for_each(ops: Sequence[dist.P2POp]) -> list[list[dist.P2POp]]:
+    """Rounds with one message to and one from each rank at most: the n-th of two ranks is in the n-th."""
+    rounds: list[list[dist.P2POp]] = []
+    seen: Counter[tuple[Any, int]] = Counter()
+    for op in ops:
+        number = seen[op.op, op.group_peer]
+        seen[op.op, op.group_peer] += 1
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(op)
+    return rounds
 
 
 class Transfer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import time
 import types
@@ -513,8 +514,10 @@ def test_an_npu_that_says_it_is_cuda_is_none(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     assert not device._has_cuda()
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)  # as PyPI's for x86 is
     assert device._has_cuda()
+    monkeypatch.setitem(sys.modules, "torch_npu.contrib.transfer_to_npu", types.ModuleType("it"))
+    assert not device._has_cuda()
 
 
 def test_a_torch_npu_that_cannot_be_imported_is_not_there(

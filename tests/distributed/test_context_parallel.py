@@ -17,6 +17,7 @@ import accel
 from accel.layers.attention import DotProductAttention
 from accel.ops import attention_ref
 from accel.ops.attention import dropout_mask_ref
+from accel.parallel import collectives
 from accel.parallel.context import (
     Attention,
     ContextGroups,
@@ -348,6 +349,36 @@ def test_layers_of_both_specs_have_the_ring_of_their_number() -> None:
     assert [ring.keep for ring in rings] == ["keys", "none", "keys", "keys"]
     assert {ring.window for ring in rings} == {2}
     assert ring_settings().of_layer(1) == Ring()
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_ring_of_single_messages_is_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Ascend, whose batches have one to and one from a rank."""
+    world = dist.group.WORLD
+    assert world is not None
+    torch.manual_seed(dist.get_rank())
+    q, k, v, dout = (torch.randn(8, 1, 2, 4).requires_grad_() for _ in range(4))
+
+    def attended() -> list[Tensor]:
+        shared = ContextGroups.of(world, "p2p")
+        assert shared is not None
+        out = context_attention(Attention(0.5), q, k, v, shared, causal=True)
+        return [out, *torch.autograd.grad(out, (q, k, v), dout)]
+
+    expected = attended()
+    rounds: list[int] = []
+    batch = dist.batch_isend_irecv
+
+    def counted(ops: list[dist.P2POp]) -> list[Any]:
+        peers = [(op.op, op.group_peer) for op in ops]
+        assert len(set(peers)) == len(peers)
+        rounds.append(len(ops))
+        return batch(ops)
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", counted)
+    monkeypatch.setattr(collectives, "_REPEATS", ())
+    assert all(map(torch.equal, attended(), expected))
+    assert len(rounds) >= 4
 
 
 @pytest.mark.distributed(world_size=2)

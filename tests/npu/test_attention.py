@@ -74,6 +74,16 @@ class TestAttention(OnNpu, test_attention.TestAttention):
         starts = {name: test_attention.starts(sizes) for name, sizes in starts.items()}
         self.check(Inputs(pack, options | starts))
 
+    def test_a_token_alone_in_a_pack_takes_no_band(self, monkeypatch):
+        """The gradient's kernel refuses bands of width 0 there."""
+        seen = modes(monkeypatch)
+        pack = [t[:, 0] for t in test_attention.qkv(9, 9, 1)]
+        starts = {f"cu_seqlens_{name}": torch.tensor([0, 4, 9]) for name in "qk"}
+        out = attention(*pack, window=(0, 0), **starts)[0]
+        assert seen == []
+        groups = out.shape[1] // pack[2].shape[1]
+        torch.testing.assert_close(out, pack[2].repeat_interleave(groups, dim=1))
+
     def test_sparse_modes(self, monkeypatch):
         """Causal among the same tokens is mode 2, after a cache mode 3, a window mode 4."""
         seen = modes(monkeypatch)

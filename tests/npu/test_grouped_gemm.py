@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from accel._npu import grouped_gemm as npu_grouped_gemm
 from accel.ops.grouped_gemm import accumulate_wgrad
 from tests.npu import conformance
 from tests.npu.harness import OnNpu, npu_kernels
@@ -67,6 +68,12 @@ class TestGroupedGemm(OnNpu, test_grouped_gemm.TestGroupedGemm):
         for got in (whole, torch.stack(parts)):
             assert torch.equal(got[1], start[1])
             torch.testing.assert_close(got.double(), start + product, rtol=1e-5, atol=1e-5 * 80)
+
+    def test_a_single_row_of_a_wider_matrix_is_handed_as_a_transposed_one(self):
+        left = torch.randn(1, 12)[:, :8]
+        assert left.is_contiguous()
+        assert npu_grouped_gemm._columns(left).stride() == (1, 8)
+        assert npu_grouped_gemm._columns(torch.randn(3, 8)).stride() == (1, 8)
 
     def test_fp64_is_plain_pytorch(self):
         inputs = self.inputs(torch.float32).to_fp64()
