@@ -35,15 +35,15 @@ CHECK_BLOCK = 1024
 LOG2_E = tl.constexpr(1.4426950408889634)
 # e^v is 2^(v log2(e)): one multiply-add and one instruction for 2^, where `tl.exp` takes six. So the
 # maximum is subtracted after the multiplication, once it is rounded, and `_rounding` makes up for that.
-LOWEST = tl.constexpr(-2.3e38)
-"""A maximum below it (masks are often finfo.min) overflows when it is multiplied. Values that low are equal
-or further apart than any exponential tells: there 2^v does for e^v."""
+FAR = tl.constexpr(1073741824.0)
+"""Far from 0 (masks are often -1e10 or finfo.min) what rounding adds is more than an exponent holds, or the
+product overflows. Values there are equal or so far apart that any exponential is 0: 2^v does for e^v."""
 
 
 @triton.jit
 def _slope(highest):
     """What values are multiplied with beside such a maximum."""
-    return tl.where(highest < LOWEST, 1.0, LOG2_E)
+    return tl.where(tl.abs(highest) >= FAR, 1.0, LOG2_E)
 
 
 @triton.jit

@@ -117,24 +117,29 @@ ACCEL_INLINE Vec exp2_polynomial(Vec f) {
 
 // e^(x - highest) for x <= highest, but for a common factor; NaN for NaN. Of
 // t = x log2(e) + (1/2 - highest log2(e)) it is 2^floor(t) 2^(t - floor(t) - 1/2): AVX-512 takes the
-// floors, and -inf needs no care.
+// floors, and -inf needs no care. Far from 0 (masks are often -1e10 or finfo.min) what `bias_` is rounded by is
+// more than an exponent holds; values there are equal or so far apart that any exponential is 0, and 2^v does
+// for e^v.
 class ExpBelow {
  public:
   explicit ExpBelow(float highest)
-      : exact_bias_(0.5 - static_cast<double>(highest) * kLog2E), bias_(static_cast<float>(exact_bias_)) {}
+      : slope_(std::abs(highest) >= 0x1p30f ? 1.0f : kLog2E),
+        exact_bias_(-static_cast<double>(highest) * slope_),
+        bias_(static_cast<float>(exact_bias_ + 0.5)) {}
 
   template <int kDegree>
   ACCEL_INLINE Vec of(Vec x) const {
-    const Vec t = x * kLog2E + bias_;
+    const Vec t = x * slope_ + bias_;
     const auto fraction = (Vec)_mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEG_INF);
     return scale_by_power_of_2(exp2_polynomial<kDegree>(fraction), t);
   }
 
   // The factor: what `bias_` was rounded by.
-  float factor() const { return static_cast<float>(std::exp2(exact_bias_ - static_cast<double>(bias_))); }
+  float factor() const { return static_cast<float>(std::exp2(exact_bias_ - static_cast<double>(bias_) + 0.5)); }
 
  private:
-  double exact_bias_;
+  float slope_;
+  double exact_bias_;  // without the 1/2, which it may be too large for
   float bias_;
 };
 

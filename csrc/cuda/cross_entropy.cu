@@ -23,11 +23,11 @@ constexpr int kMaxParts = 64;
 constexpr float kLog2E = 1.4426950408889634f;
 // e^v is 2^(v log2(e)): one multiply-add and one instruction for the power. So the maximum is subtracted
 // after the multiplication, once it is rounded; `rounding` makes up for that.
-// A maximum below kLowest (masks are often finfo.min) overflows there. Values that low are equal or further
-// apart than any exponential tells: 2^v does for e^v.
-constexpr float kLowest = -2.3e38f;
+// Far from 0 (masks are often -1e10 or finfo.min) what rounding adds is more than an exponent holds, or the
+// product overflows. Values there are equal or so far apart that any exponential is 0: 2^v does for e^v.
+constexpr float kFar = 1073741824.0f;
 
-ACCEL_DEVICE float slope_of(float highest) { return highest < kLowest ? 1.0f : kLog2E; }
+ACCEL_DEVICE float slope_of(float highest) { return fabsf(highest) >= kFar ? 1.0f : kLog2E; }
 
 // The exponent of a maximum; 0 for -inf, from which no difference may be taken.
 ACCEL_DEVICE float or_0(float exponent) { return exponent == -INFINITY ? 0.0f : exponent; }

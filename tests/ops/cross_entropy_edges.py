@@ -41,10 +41,13 @@ class Edges:
     @pytest.mark.parametrize("parts", [False, True])
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
     def test_logits_that_are_masked_by_the_lowest_number(self, dtype, parts, monkeypatch):
-        """Times log2(e) it is -inf in fp32."""
+        """Times log2(e) it is -inf in fp32; and of numbers far from 0 rounding makes any power of 2."""
         k = self.split_rows(parts, monkeypatch)
         lowest = torch.finfo(dtype).min
-        x = torch.randn(8, 5000 * k).to(dtype)
+        x = torch.randn(12, 5000 * k).to(dtype)
+        for row, far in enumerate((-1e10, -2e9, -1e30, 3e9), start=8):
+            x[row, 2500 * k :] = max(lowest, min(far, -lowest))
+        x[9] = max(lowest, -2e9)
         x[0, 2500 * k :] = lowest
         x[6], x[6, 2048 * k :] = (
             0.88 * lowest,
@@ -59,7 +62,7 @@ class Edges:
         x[4, 3 * k : 9 * k] = lowest
         x[5, : 2500 * k], x[5, 2500 * k :] = lowest, -torch.inf
         last = 5000 * k - 1
-        target = torch.tensor([0, last, last, 4000 * k, 3 * k, 0, last, 4000 * k])
+        target = torch.tensor([0, last, last, 4000 * k, 3 * k, 0, last, 4000 * k, 0, 0, 0, last])
         leaf, leaf_ref = x.clone().requires_grad_(), x.clone().requires_grad_()
         loss, expected = self.op(leaf, target), cross_entropy_ref(leaf_ref, target)
         assert expected.isfinite().all()

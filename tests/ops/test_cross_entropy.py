@@ -131,6 +131,26 @@ def test_infinite_and_nan_logits(dtype):
     torch.testing.assert_close(loss[0], expected[0])
 
 
+@needs_native
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_logits_far_from_0(dtype):
+    """Masks are -1e10 or finfo.min; of so large numbers rounding makes any power of 2."""
+    lowest = torch.finfo(dtype).min
+    x = torch.randn(11, 5000).to(dtype)
+    for row, far in enumerate((-1e9, -2e9, -1e10, -1e30, lowest)):
+        x[row] = max(far, lowest)
+        x[5 + row, 2500:] = max(far, lowest)
+    x[10, 2500:] = min(3e9, -lowest)
+    target = torch.tensor([7] * 10 + [4999])
+    leaf, leaf_ref = x.clone().requires_grad_(), x.clone().requires_grad_()
+    loss, expected = cross_entropy(leaf, target), cross_entropy_ref(leaf_ref, target)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(loss, expected)
+    (dx,) = torch.autograd.grad(loss.sum(), leaf)
+    (want,) = torch.autograd.grad(expected.sum(), leaf_ref)
+    torch.testing.assert_close(dx, want)
+
+
 class TestInPlace:
     def setup_method(self):
         torch.manual_seed(0)
