@@ -9,7 +9,6 @@ Megatron nor accel is imported before the fork: a rank meets them as under torch
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -213,8 +212,6 @@ def main() -> None:
     for name in PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # no rank looks through what was imported again
     command = serve()
     if command is None:
         return
