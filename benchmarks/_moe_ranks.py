@@ -19,7 +19,17 @@ from accel.parallel.experts.plan import longest_over_mean, plan_copies, rank_loa
 from accel.parallel.experts.traffic import Traffic
 from accel.parallel.linear import Layout
 from accel.testing.bench import OURS
-from benchmarks._ranks import Call, begin_megatron, enabled, group, in_turn, run, timed
+from benchmarks._ranks import (
+    SCHEDULED,
+    Call,
+    begin_megatron,
+    enabled,
+    group,
+    in_turn,
+    run,
+    scheduled,
+    timed,
+)
 from benchmarks.moe import (
     COMPUTE,
     EVEN,
@@ -70,7 +80,7 @@ class Layer:
             y, _ = routed_experts(x, probs, traffic, group(), self.experts)
             self._differentiate(y, x, probs)
 
-        return step
+        return scheduled(step)
 
     def grouped(self, travel: bool = True) -> Call:
         """One all-to-all, grouped products, another one: Megatron's order of things.
@@ -292,7 +302,7 @@ def gpt(quick: bool, skewed: bool = False) -> dict[str, Any]:
                 )
             )
 
-    overlapped: dict[str, Any] = {"moe_overlap": True}
+    overlapped: dict[str, Any] = {"moe_overlap": True, **SCHEDULED}
     sides = {STOCK: {}, GROUPED: {"grouped_gemm": True}, OURS: overlapped}
     if skewed:
         # the ranks' hosts stand for machines, which share no memory

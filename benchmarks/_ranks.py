@@ -14,9 +14,20 @@ import torch
 import torch.distributed as dist
 
 import accel
+from accel.patches import host_batch_scheduling
 from benchmarks.lab.limited import limit
 
-__all__ = ["Call", "begin_megatron", "enabled", "group", "in_turn", "run", "timed"]
+__all__ = [
+    "SCHEDULED",
+    "Call",
+    "begin_megatron",
+    "enabled",
+    "group",
+    "in_turn",
+    "run",
+    "scheduled",
+    "timed",
+]
 
 Call = Callable[[], object]
 
@@ -67,6 +78,23 @@ def enabled(options: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         accel.enable(preset="off", **NORMS)
+
+
+SCHEDULED = {"host_batch_scheduling": True}
+"""Of every side of a GPT that is ours."""
+
+
+def scheduled(call: Call) -> Call:
+    """The call, in which gloo's threads do not interrupt: as `SCHEDULED` has it."""
+
+    def with_batch_threads() -> object:
+        off = host_batch_scheduling.switch_on()
+        try:
+            return call()
+        finally:
+            off()
+
+    return with_batch_threads
 
 
 def group() -> dist.ProcessGroup:

@@ -1,12 +1,14 @@
-"""Collectives of two ranks on this host: shared memory (`host_shared_memory_collectives`) beside gloo.
+"""Collectives of two ranks: through shared memory (`host_shared_memory_collectives`) beside gloo, and gloo
+with and without `host_batch_scheduling`.
 
-Each rank has one thread. A case is called `CALLS` times between two barriers, on one side after the other,
-round after round; rank 0's time of one call counts, and the median over the rounds. Both sides give the
-same bits, which is checked first. The size is that of the larger tensor of one rank: the input of a
-reduce-scatter, the output of an all-gather. 384 KiB is one layer's activations in the demo.
-
-Limit: a copy of that many bytes within one rank. Not compared: more ranks than two, which share these
-cores with the gloo threads of both.
+Memory      Two ranks on this host, each of one thread. A case is called `CALLS` times between two barriers,
+            on one side after the other, round after round; rank 0's time of one call counts, and the median
+            over the rounds. Both sides give the same bits, which is checked first. The size is that of the
+            larger tensor of one rank: the input of a reduce-scatter, the output of an all-gather. 384 KiB
+            is one layer's activations in the demo. Limit: a copy of that many bytes within one rank. Not
+            compared: more ranks than two, which share these cores with the gloo threads of both.
+Scheduling  Two hosts of the lab (benchmarks/lab), each of one core, at full speed. Both sides are gloo's
+            all-reduce, ours with threads of gloo's that do not interrupt.
 """
 
 import json
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from accel.device.cpu import shared_memory
 from accel.testing import bench
 from accel.testing.bench import OURS, row
+from benchmarks.lab.link import hosts_of
 
 NAME = "host_collectives"
 RANKS, CALLS = 2, 20
@@ -124,6 +127,23 @@ def rank_main(quick: bool) -> None:
 
 
 def rows(quick: bool) -> list[dict]:
+    return shared_memory_rows(quick) + scheduling_rows(quick)
+
+
+def scheduling_rows(quick: bool) -> list[dict]:
+    with hosts_of("benchmarks._batch_scheduling_ranks", RANKS) as link:
+        found, kind = link.run(["cases"], quick)
+        method = (
+            f"median of {found['rounds']} rounds of {found['calls']} calls, sides in turn; {RANKS} ranks of "
+            f"one thread, {'each on a host of its own' if link.why is None else link.why}; {kind}"
+        )
+    return [
+        row(f"{case}, host_batch_scheduling", "time", "ms", took, method)
+        for case, took in found["milliseconds"].items()
+    ]
+
+
+def shared_memory_rows(quick: bool) -> list[dict]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(RANKS), "-m", f"benchmarks.{NAME}"]
     done = subprocess.run(

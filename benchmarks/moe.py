@@ -14,8 +14,8 @@ Hot        Experts whose popularity falls as Zipf's law with exponent 1.2, the f
            experts that are equally popular. Loads of 4 ranks come from the planner, over 200 draws of
            counts and of who owns which expert.
 
-The link is of the lab (benchmarks/lab). Medians; one allocator for all sides, which keeps freed pages;
-nothing else may run on the machine.
+The link is of the lab (benchmarks/lab). Ours has `host_batch_scheduling` on. Medians; one allocator for all
+sides, which keeps freed pages; nothing else may run on the machine.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ from accel.patches import (
     grad_sync_once,
     gradient_accumulation_fusion,
     grouped_gemm,
+    host_batch_scheduling,
     host_bf16_gemm,
     host_half_collectives,
     host_optimizer,
@@ -150,4 +151,5 @@ FEATURES: tuple[Feature, ...] = (
     host_bf16_gemm.FEATURE,
     host_half_collectives.FEATURE,
     host_shared_memory_collectives.FEATURE,
+    host_batch_scheduling.FEATURE,
 )

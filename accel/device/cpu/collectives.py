@@ -69,6 +69,12 @@ def shared_memory(group: Any) -> Any:
     return None
 
 
+def starting_threads() -> contextlib.AbstractContextManager[None]:
+    """Around what makes a group, and gloo's threads for it. Nothing; the feature ``host_batch_scheduling``
+    tells the kernel that they may wait."""
+    return contextlib.nullcontext()
+
+
 def _exchange_and_sum(output: torch.Tensor, input: torch.Tensor, group: Any) -> UnevenWork:
     """reduce-scatter: every rank gets all operands of its own shard, sums in fp32 in the order of
     ranks, and rounds once."""
@@ -93,7 +99,8 @@ def init_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_on_gloo(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("device_id", None)
         kwargs.pop("pg_options", None)
-        original(_host_backend(backend), *args, **kwargs)
+        with starting_threads():
+            original(_host_backend(backend), *args, **kwargs)
 
     return init_on_gloo
 
@@ -109,7 +116,8 @@ def new_group(original: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["backend"] = _backend_of_a_group(kwargs["backend"])
         kwargs.pop("pg_options", None)
         kwargs.pop("device_id", None)
-        return original(*args, **kwargs)
+        with starting_threads():
+            return original(*args, **kwargs)
 
     return new_group_on_gloo
 
