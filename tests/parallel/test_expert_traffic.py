@@ -33,7 +33,7 @@ def test_each_row_is_computed_once(of_ranks: list[Traffic]) -> None:
     seen: Counter[tuple[int, int]] = Counter()
     for traffic in of_ranks:
         pieces = [traffic.apart(), *traffic.guests()]
-        pieces += [traffic.piece(index) for index in range(traffic.slices)]
+        pieces += traffic.pieces
         for piece in pieces:
             assert (
                 piece.rows == sum(block.rows for block in piece.blocks) == int(piece.counts().sum())
@@ -52,13 +52,16 @@ def test_both_ends_of_a_message_agree(of_ranks: list[Traffic]) -> None:
     for sender in of_ranks:
         for receiver in (of_ranks[rank] for rank in sender.peers):
             for index in range(sender.slices):
-                leaves = [(e, sender.mine[e]) for e in sender.leaving(receiver.rank, index)]
+                leaves = [rows for rows, rank in sender.leaving[index] if rank == receiver.rank]
                 comes = [
-                    (block.expert, block.rows)
-                    for block in receiver.piece(index).blocks
+                    (block, here)
+                    for block, here in receiver.pieces[index].places
                     if block.source == sender.rank
                 ]
-                assert leaves == comes
+                assert leaves == [sender.rows(block.expert) for block, _ in comes]
+                arriving = receiver.arriving[index]
+                assert [where for where, r in arriving if r == sender.rank] == [w for _, w in comes]
+                assert all(where.stop - where.start == block.rows for block, where in comes)
             lent = [copy.expert for copy in sender.lent() if copy.rank == receiver.rank]
             guests = [piece.experts[0] for piece in receiver.guests()]
             assert lent == [e for e in guests if receiver.owner(e) == sender.rank]
@@ -68,6 +71,9 @@ def test_both_ends_of_a_message_agree(of_ranks: list[Traffic]) -> None:
 @given(traffics())
 def test_own_rows_of_the_last_slice_lie_together(of_ranks: list[Traffic]) -> None:
     for traffic in of_ranks:
+        for piece, staying in zip(traffic.pieces, traffic.staying, strict=True):
+            own = [(b, here) for b, here in piece.places if b.source == traffic.rank]
+            assert staying == [(here, traffic.rows(block.expert)) for block, here in own]
         last = traffic.slice_of(traffic.rank, traffic.slices - 1)
         blocks = traffic.apart().blocks
         assert [block.expert for block in blocks] == [e for e in last if traffic.mine[e]]
@@ -79,8 +85,8 @@ def test_own_rows_of_the_last_slice_lie_together(of_ranks: list[Traffic]) -> Non
 
 def test_places_of_blocks_follow_each_other() -> None:
     traffic = Traffic([[1, 2], [3, 0]], 0, slices=1)
-    piece = traffic.piece(0)
-    assert [(block.source, where) for block, where in piece.places()] == [(1, slice(0, 3))]
+    piece = traffic.pieces[0]
+    assert [(block.source, where) for block, where in piece.places] == [(1, slice(0, 3))]
     assert torch.equal(piece.counts(), torch.tensor([3]))
 
 

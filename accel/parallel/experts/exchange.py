@@ -81,7 +81,7 @@ class Loan:
         local: Callable[[int], int],
     ) -> None:
         self.copies = frozenset(copies)
-        rank, layers = group.rank(), [[w.detach() for w in of] for of in experts.weights]
+        rank, layers = group.rank(), experts.weights
         in_order = sorted(self.copies)
         lent = [c for c in in_order if owner(c.expert) == rank]
         self._came: dict[int, Pair] = {
@@ -89,7 +89,7 @@ class Loan:
             for c in in_order
             if c.rank == rank
         }
-        sends = [(of[local(c.expert)], c.rank) for c in lent for of in layers]
+        sends = [(of[local(c.expert)].detach(), c.rank) for c in lent for of in layers]
         receives = [(w[0], owner(e)) for e, pair in self._came.items() for w in pair]
         self._messages = Messages(sends, receives, group)
 
@@ -409,7 +409,7 @@ class _Run:
         places = sorted(
             (block, at, rows)
             for at, computed in enumerate(parts)
-            for block, rows in computed.piece.places()
+            for block, rows in computed.piece.places
         )
         return [
             torch.cat([parts[at].left[layer][which][rows] for _, at, rows in places])

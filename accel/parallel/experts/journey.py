@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel.parallel.collectives import Messages
-from accel.parallel.experts.traffic import Block, Traffic
+from accel.parallel.experts.traffic import Traffic
 
 __all__ = ["Journey"]
 
@@ -46,7 +46,7 @@ class Journey:
     ) -> None:
         self.traffic, self.group, self.home = traffic, group, home
         self.slices = range(traffic.slices)
-        self.pieces = [traffic.piece(index) for index in self.slices]
+        self.pieces = traffic.pieces
         self._rows, self._own_scalars = rows, scalars
         self._came = [rows.new_empty(piece.rows, rows.shape[1]) for piece in self.pieces]
         self._messages: list[Messages] = []
@@ -71,7 +71,7 @@ class Journey:
 
     def arrived(self, index: int) -> Tensor:
         """The rows of a piece."""
-        for here, own in self._own(index):
+        for here, own in self.traffic.staying[index]:
             self._came[index][here] = self._rows[own]
         self._out[index].wait_received()
         return self._came[index]
@@ -80,7 +80,7 @@ class Journey:
         """Those of the rows of each piece."""
         assert self._own_scalars is not None
         for index in self.slices:
-            for here, own in self._own(index):
+            for here, own in self.traffic.staying[index]:
                 self._scalars[index][here] = self._own_scalars[own]
         self._scalars_out.wait_received()
         for source, came in self._with.items():
@@ -91,9 +91,9 @@ class Journey:
 
     def send_home(self, index: int, results: Tensor) -> None:
         """`results`: a row for each of the piece, contiguous."""
-        sends = [(results[rows], block.source) for block, rows in self._others(index)]
+        sends = [(results[rows], source) for rows, source in self.traffic.arriving[index]]
         self._post(sends, [] if self._asked else self._leaving(self.home, index))
-        for here, own in self._own(index):
+        for here, own in self.traffic.staying[index]:
             self.home[own] = results[here]
 
     def send_scalars_home(self, scalars: Sequence[Tensor], home: Tensor) -> Callable[[], None]:
@@ -109,7 +109,7 @@ class Journey:
 
         def put() -> None:
             for index in self.slices:
-                for here, own in self._own(index):
+                for here, own in self.traffic.staying[index]:
                     home[own] = scalars[index][here]
             messages.wait_received()
             for q, came in into.items():
@@ -130,55 +130,34 @@ class Journey:
 
     def _leaving(self, rows: Tensor, index: int) -> list[Message]:
         """Of this rank's rows, those that go to a slice of the others' experts."""
-        traffic = self.traffic
-        return [
-            (rows[traffic.rows(expert)], rank)
-            for rank in traffic.peers
-            for expert in traffic.leaving(rank, index)
-        ]
+        return [(rows[where], rank) for where, rank in self.traffic.leaving[index]]
 
     def _into(self, index: int) -> list[Message]:
         """Where others' rows of a piece are put."""
         came = self._came[index]
-        return [(came[rows], block.source) for block, rows in self._others(index)]
-
-    def _others(self, index: int) -> list[tuple[Block, slice]]:
-        """Others' blocks of a piece, and where they lie in it."""
-        places = self.pieces[index].places()
-        return [(block, here) for block, here in places if block.source != self.traffic.rank]
-
-    def _own(self, index: int) -> list[tuple[slice, slice]]:
-        """Where this rank's rows of a piece lie in it, and where among all its rows."""
-        traffic = self.traffic
-        return [
-            (here, traffic.rows(block.expert))
-            for block, here in self.pieces[index].places()
-            if block.source == traffic.rank
-        ]
+        return [(came[rows], source) for rows, source in self.traffic.arriving[index]]
 
     def _places_of(self) -> dict[int, list[slice]]:
         """Rank -> which of this rank's rows go there, in the order of slices."""
-        traffic = self.traffic
-        found = {
-            q: [traffic.rows(e) for i in self.slices for e in traffic.leaving(q, i)]
-            for q in traffic.peers
-        }
-        return {rank: places for rank, places in found.items() if places}
+        found: dict[int, list[slice]] = {}
+        for of_slice in self.traffic.leaving:
+            for rows, rank in of_slice:
+                found.setdefault(rank, []).append(rows)
+        return dict(sorted(found.items()))
 
     def _parts_of(self, of_pieces: Sequence[Tensor], source: int) -> list[Tensor]:
         """What belongs to rows of one rank, in the order in which it sent them."""
         return [
             values[rows]
-            for values, piece in zip(of_pieces, self.pieces, strict=True)
-            for block, rows in piece.places()
-            if block.source == source
+            for values, arriving in zip(of_pieces, self.traffic.arriving, strict=True)
+            for rows, rank in arriving
+            if rank == source
         ]
 
     def _number_from(self) -> dict[int, int]:
         """Rank -> how many of its rows come here."""
-        rows = Counter[int]()
-        for piece in self.pieces:
-            for block in piece.blocks:
-                rows[block.source] += block.rows
-        rows.pop(self.traffic.rank, None)
-        return dict(sorted(rows.items()))
+        number = Counter[int]()
+        for of_piece in self.traffic.arriving:
+            for rows, source in of_piece:
+                number[source] += rows.stop - rows.start
+        return dict(sorted(number.items()))

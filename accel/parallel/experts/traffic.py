@@ -9,8 +9,10 @@ piece      rows that are computed together
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -35,11 +37,11 @@ class Piece:
 
     blocks: tuple[Block, ...]
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return sum(block.rows for block in self.blocks)
 
-    @property
+    @cached_property
     def experts(self) -> list[int]:
         return list(dict.fromkeys(block.expert for block in self.blocks))
 
@@ -50,12 +52,14 @@ class Piece:
             rows[block.expert] += block.rows
         return torch.tensor(list(rows.values()), dtype=torch.int64)
 
-    def places(self) -> Iterator[tuple[Block, slice]]:
+    @cached_property
+    def places(self) -> list[tuple[Block, slice]]:
         """Each block, and where it lies among the rows of the piece."""
-        begin = 0
-        for block in self.blocks:
-            yield block, slice(begin, begin + block.rows)
-            begin += block.rows
+        ends = accumulate(block.rows for block in self.blocks)
+        return [
+            (block, slice(end - block.rows, end))
+            for block, end in zip(self.blocks, ends, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -98,16 +102,24 @@ class Traffic:
 
     def rows(self, expert: int) -> slice:
         """Those of this rank for an expert, among all its rows."""
-        begin = sum(self.mine[:expert])
-        return slice(begin, begin + self.mine[expert])
+        end = self._ends[expert]
+        return slice(end - self.mine[expert], end)
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(self.mine))
 
     def apart(self) -> Piece:
         """This rank's rows for its last slice, which lie together."""
         last = self.slice_of(self.rank, self.slices - 1)
         return Piece(tuple(Block(e, self.rank, self.mine[e]) for e in last if self.mine[e]))
 
-    def piece(self, index: int) -> Piece:
-        """The rows for a slice of this rank's experts, without those apart."""
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The rows for each slice of this rank's experts, without those apart."""
+        return [self._piece(index) for index in range(self.slices)]
+
+    def _piece(self, index: int) -> Piece:
         own = index < self.slices - 1
         return Piece(
             tuple(
@@ -118,9 +130,38 @@ class Traffic:
             )
         )
 
-    def leaving(self, rank: int, index: int) -> list[int]:
-        """The experts in a slice of another rank's to which rows of this rank go."""
-        return [e for e in self.slice_of(rank, index) if self._travels(self.rank, e)]
+    @cached_property
+    def leaving(self) -> list[list[tuple[slice, int]]]:
+        """For each slice of the others' experts: which of this rank's rows go there, and to whom."""
+        return [
+            [
+                (self.rows(expert), rank)
+                for rank in self.peers
+                for expert in self.slice_of(rank, index)
+                if self._travels(self.rank, expert)
+            ]
+            for index in range(self.slices)
+        ]
+
+    @cached_property
+    def arriving(self) -> list[list[tuple[slice, int]]]:
+        """For each piece: where others' rows lie in it, and whose they are."""
+        return [
+            [(here, block.source) for block, here in piece.places if block.source != self.rank]
+            for piece in self.pieces
+        ]
+
+    @cached_property
+    def staying(self) -> list[list[tuple[slice, slice]]]:
+        """For each piece: where this rank's rows lie in it, and where among all its rows."""
+        return [
+            [
+                (here, self.rows(block.expert))
+                for block, here in piece.places
+                if block.source == self.rank
+            ]
+            for piece in self.pieces
+        ]
 
     def guests(self) -> list[Piece]:
         """This rank's rows for experts of which it has copies, one by one."""
