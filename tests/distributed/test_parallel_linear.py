@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accel.parallel import overlap
 from accel.parallel.linear import DelayedGradients, Layout, parallel_linear
-from accel.parallel.overlap import Overlap
+from accel.parallel.overlap import Overlap, Times
 from accel.parallel.overlapped_linear import (
     FORMS,
     Form,
@@ -315,6 +315,32 @@ def test_auto_measures_once_and_all_ranks_choose_alike() -> None:
     everybodys: list[Any] = [None, None]
     dist.all_gather_object(everybodys, list(map(str, chosen.chosen.items())))
     assert everybodys[0] == everybodys[1]
+
+
+@pytest.mark.parametrize(("with_bits", "chunks"), [(16, 16), (4, 4), (0, 16)])
+@pytest.mark.distributed(world_size=2)
+def test_auto_prefers_the_bits_of_the_plain_way(
+    with_bits: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More pieces should be quicker here; from more than `with_bits` one rank gets other bits."""
+
+    def times(*args: Any) -> Times:
+        each = {rows: float(rows) for rows in (64, 32, 16, 8, 4)}
+        return Times(64, each, dict.fromkeys(FORMS, (2.0, 128.0)))
+
+    def overlapped(kind: Any, x: Tensor, w: Tensor, group: Any, plan: Plan) -> Tensor:
+        off = dist.get_rank() == 1 and plan.chunks > with_bits
+        return overlap.plain(kind, x, w, group) + float(off)
+
+    monkeypatch.setattr(overlap, "measure", times)
+    monkeypatch.setattr(overlap, "overlapped", overlapped)
+    monkeypatch.setattr(overlap, "_alternately", lambda *args: [2.0, 1.0])
+    x, w = draw(64, IN, dtype=torch.float32), draw(IN, OUT, dtype=torch.float32)
+    assert Overlap().plan("gather", x, w, dist.group.WORLD) == Plan(chunks, "ring")
+    assert torch.equal(
+        x, draw(64, IN, dtype=torch.float32)
+    )  # and not what was drawn for the comparison
+    assert torch.equal(w, draw(IN, OUT, dtype=torch.float32))
 
 
 DIES = """
