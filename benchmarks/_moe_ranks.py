@@ -191,7 +191,7 @@ def exchange(quick: bool) -> dict[str, Any]:
         GROUPED: layer.grouped(),
         TRANSFERS: layer.transfers,
     }
-    rounds = 2 if quick else 11
+    rounds = 2 if quick else 5
     return {"seconds": in_turn(sides, rounds), "rounds": rounds, "shape": str(sizes)}
 
 
@@ -208,7 +208,7 @@ def hot(quick: bool) -> dict[str, Any]:
         GROUPED: layer.grouped(),
         EVEN: Layer(sizes, even(sizes)).ours(),
     }
-    rounds = 2 if quick else 7
+    rounds = 2 if quick else 5
     loads = {
         OURS: longest_over_mean(rank_loads(counts, owners, copies)),
         WITHOUT: longest_over_mean(rank_loads(counts, owners)),
@@ -282,7 +282,7 @@ class Gpt:
 
 
 def gpt(quick: bool, skewed: bool = False) -> dict[str, Any]:
-    shape, rounds = Gpt(quick, skewed), 2 if quick else 11
+    shape, rounds = Gpt(quick, skewed), 2 if quick else 5
     model = shape.model()
     draw = torch.Generator().manual_seed(3 + dist.get_rank())
     tokens = torch.randint(512, (1, shape.length + 1), generator=draw)

@@ -20,7 +20,7 @@ from accel.parallel.linear import Layout, parallel_linear
 from accel.parallel.overlap import Overlap
 from accel.parallel.overlapped_linear import FORMS
 from benchmarks import _ranks
-from benchmarks._ranks import SCHEDULED, Call, group, in_turn, run, scheduled, timed
+from benchmarks._ranks import Call, group, in_turn, run, timed
 from benchmarks._tp_overlap_trace import recorded
 from benchmarks.tp_overlap import AUTO, COLLECTIVES, NUMBERS, PRODUCTS, RANKS, SERIAL, STOCK
 
@@ -111,18 +111,16 @@ def _backward(mode: Any, x: Tensor, weight: Tensor, dy: Tensor) -> Layer:
 
 
 def asking(chosen: Overlap | None, call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call, in which layers ask `chosen`; None: as it is."""
-    if chosen is None:
-        return call
+    """The call, in which layers ask `chosen`."""
 
     def asked() -> Any:
-        off = overlap.switch_on(chosen)
+        off = (lambda: None) if chosen is None else overlap.switch_on(chosen)
         try:
             return call()
         finally:
             off()
 
-    return scheduled(asked)
+    return asked
 
 
 def products(quick: bool) -> dict[str, Any]:
@@ -264,9 +262,9 @@ def gpt(quick: bool) -> dict[str, Any]:
                 )
             )
 
-    sides: dict[str, dict[str, Any]] = {STOCK: {}, AUTO: {"tp_overlap": True, **SCHEDULED}}
+    sides: dict[str, dict[str, Any]] = {STOCK: {}, AUTO: {"tp_overlap": True}}
     for number in NUMBERS[1:2] if quick else NUMBERS[:-1]:
-        sides[f"accel, ring of {number}"] = {**sides[AUTO], "tp_overlap_chunks": number}
+        sides[f"accel, ring of {number}"] = {"tp_overlap": True, "tp_overlap_chunks": number}
     gradients, seconds = {}, {}
     for side, options in sides.items():
         step(options)

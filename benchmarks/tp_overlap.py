@@ -12,8 +12,8 @@ GPT      The forward and backward pass of a real GPT of Megatron's, TP 2 with se
          compared with Megatron's first.
 
 The link is of the lab (benchmarks/lab): network namespaces with a shaped interface, and without these a
-wrapper that counts the time, which the method of each row says. Ours has `host_batch_scheduling` on. Medians;
-one allocator for all sides, which keeps freed pages; nothing else may run on the machine.
+wrapper that counts the time, which the method of each row says. Medians; one allocator for all sides, which
+keeps freed pages; nothing else may run on the machine.
 """
 
 import argparse
