@@ -344,13 +344,19 @@ class _Run:
         sends = []
         for guest in self.guests:
             owner = self.traffic.owner(guest.piece.experts[0])
-            for dy, x in guest.left:
-                dw = self._gradient(0).new_zeros(dy.shape[1], x.shape[1])
-                accumulate_wgrad(dy, x, guest.counts, [dw], transpose_b=True)
-                sends.append((dw, owner))
+            sends += [(self._of_a_guest(dy, x, guest.counts), owner) for dy, x in guest.left]
         layers = [self._gradient(layer) for layer in range(2)]
         lent = [(torch.empty_like(g), c.rank) for c in self.traffic.lent() for g in layers]
         return Messages(sends, lent, self.group), [gradient for gradient, _ in lent]
+
+    def _of_a_guest(self, dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+        """The gradient of a matrix, in the dtype that its owner adds it in."""
+        dtype = self._gradient(0).dtype
+        if dtype == dy.dtype:
+            return torch.ops.accel.grouped_gemm_wgrad(dy, x, counts, True)[0]
+        dw = dy.new_zeros(dy.shape[1], x.shape[1], dtype=dtype)
+        accumulate_wgrad(dy, x, counts, [dw], transpose_b=True)
+        return dw
 
     def _gradient(self, layer: int) -> Tensor:
         """What a gradient of the layer's matrices is added to, or one like it."""
