@@ -4,7 +4,8 @@
     auto    each in the chunks and the form that are the quickest by the times of this shape on this link: of
             the product of all rows and of some, of a transfer of one row and of all. The ranks take the
             slowest one's times, so they choose alike. Of all that should beat the plain way, that is the
-            quickest with its bits, which products of few rows may not have; if none has them, the quickest.
+            quickest with its bits at this number of rows, which products of few rows may not have; if none
+            has them, the quickest.
             The choice and the plain way then run side by side, and the plain way stays unless it is beaten: a
             wrong prediction costs nothing but that
 
@@ -166,10 +167,10 @@ def _choose(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Plan 
         for form in times.transfers
         for plan in (Plan(chunks, form) for chunks in CHUNKS if chunks <= rows)
     }
-    unless = predicted[Plan(1, "collective")]
-    quickest, *others = sorted(predicted, key=predicted.__getitem__)
-    better = [quickest, *(plan for plan in others if predicted[plan] < unless)]
-    best = next((p for p in better if _same_bits(kind, x, w, group, p)), quickest)
+    in_order = sorted(predicted, key=predicted.__getitem__)
+    unless = _in_order(kind, group.size(), times)
+    better = [plan for plan in in_order if predicted[plan] < unless]
+    best = _first_with_same_bits(kind, x, w, group, better) or in_order[0]
     both = _alternately(
         x,
         group,
@@ -180,15 +181,26 @@ def _choose(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Plan 
     return best if ours < stock else None
 
 
-def _same_bits(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup, plan: Plan) -> bool:
-    """Whether a plan gives what the plain way does, on every rank, of numbers that are drawn."""
+def _in_order(kind: Kind, ranks: int, times: Times) -> float:
+    """Seconds of the plain way."""
+    _, collective = times.transfers["collective"]
+    return collective + times.product[times.rows] * (1 if kind == "all_reduce" else ranks)
+
+
+def _first_with_same_bits(
+    kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup, plans: Sequence[Plan]
+) -> Plan | None:
+    """The first that gives what the plain way does, on every rank, of rows that are drawn."""
     draw = torch.Generator(x.device).manual_seed(group.rank())
-    x = torch.empty_like(x).normal_(generator=draw)
-    w = w.clone().normal_(generator=draw)  # with its strides
-    same = torch.equal(plain(kind, x, w, group), overlapped(kind, x, w, group, plan))
-    everywhere = x.new_tensor(float(same), dtype=torch.float32)
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
-    return bool(everywhere)
+    x = torch.empty_like(x).normal_(generator=draw)  # x may be all 0, or the same everywhere
+    expected = plain(kind, x, w, group)
+    for plan in plans:
+        same = torch.equal(expected, overlapped(kind, x, w, group, plan))
+        everywhere = x.new_tensor(float(same), dtype=torch.float32)
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group)
+        if everywhere:
+            return plan
+    return None
 
 
 def measure(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Times:

@@ -11,14 +11,15 @@ With two hosts of one core each, an all-reduce of 4 KiB takes 0.21 ms for 1.96 m
 Where all ranks together have more threads than cores, a message that nobody waits for may be handled later,
 by a time slice of some milliseconds.
 
-Only threads that gloo started are touched, and only if nobody gave them another policy; an undone feature
-gives back theirs. Nothing is computed otherwise.
+Concerned are threads that gloo has named, and those that start, outside Python, while it makes a group; not
+if somebody gave them another policy. An undone feature gives back theirs. Nothing is computed otherwise.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
 _THREADS = Path("/proc/self/task")
+_GLOO, _STORE = (b"pt_gloo_", b"gloo_"), b"pt_tcpstore"
 _BATCH: set[int] = set()
 """Threads that were given the policy here."""
 
@@ -35,15 +37,15 @@ def _threads() -> set[int]:
     return {int(thread.name) for thread in _THREADS.iterdir()}
 
 
-def _named_by_gloo(thread: int) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return "gloo" in (_THREADS / str(thread) / "comm").read_text()
+def _is_named(thread: int, names: bytes | tuple[bytes, ...]) -> bool:
+    with contextlib.suppress(OSError):
+        return (_THREADS / str(thread) / "comm").read_bytes().startswith(names)
     return False
 
 
 def _reschedule(thread: int, old: int, new: int) -> bool:
     """Whether it was `old`, and still there."""
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(OSError):
         if os.sched_getscheduler(thread) == old:
             os.sched_setscheduler(thread, new, os.sched_param(0))
             return True
@@ -59,12 +61,13 @@ def starting_threads() -> Iterator[None]:
     """Around what makes a group."""
     before = _threads()
     yield
-    _let_wait(_threads() - before)
+    started = _threads() - before - {thread.native_id for thread in threading.enumerate()}
+    _let_wait({thread for thread in started if not _is_named(thread, _STORE)})
 
 
 def switch_on() -> Callable[[], None]:
     """For the groups that there are."""
-    _let_wait({thread for thread in _threads() if _named_by_gloo(thread)})
+    _let_wait({thread for thread in _threads() - {os.getpid()} if _is_named(thread, _GLOO)})
 
     def off() -> None:
         for thread in _BATCH & _threads():
@@ -77,11 +80,23 @@ def switch_on() -> Callable[[], None]:
 def _unavailable(context: Context) -> str | None:
     if not hasattr(os, "SCHED_BATCH") or not _THREADS.is_dir():
         return "this system has no SCHED_BATCH"
-    try:
-        os.sched_setscheduler(0, os.sched_getscheduler(0), os.sched_getparam(0))
-    except OSError as error:
-        return f"this host does not let a process choose how it is scheduled ({error.strerror})"
+    if threading.get_native_id() not in _threads():
+        return f"{_THREADS} has the threads of another namespace"
+    failed: list[OSError] = []
+    probe = threading.Thread(target=_try, args=(failed,))
+    probe.start()
+    probe.join()
+    if failed:
+        return f"this host does not let a thread be batch work ({failed[0].strerror})"
     return None
+
+
+def _try(failed: list[OSError]) -> None:
+    """In a thread of its own, which ends with it."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except OSError as error:
+        failed.append(error)
 
 
 FEATURE = Feature(

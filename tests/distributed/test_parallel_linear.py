@@ -317,7 +317,7 @@ def test_auto_measures_once_and_all_ranks_choose_alike() -> None:
     assert everybodys[0] == everybodys[1]
 
 
-@pytest.mark.parametrize(("with_bits", "chunks"), [(16, 16), (4, 4), (0, 16)])
+@pytest.mark.parametrize(("with_bits", "chunks"), [(16, 16), (4, 4), (1, 1), (0, 16)])
 @pytest.mark.distributed(world_size=2)
 def test_auto_prefers_the_bits_of_the_plain_way(
     with_bits: int, chunks: int, monkeypatch: pytest.MonkeyPatch

@@ -59,6 +59,7 @@ def test_both_ends_of_a_message_agree(of_ranks: list[Traffic]) -> None:
                     if block.source == sender.rank
                 ]
                 assert leaves == [sender.rows(block.expert) for block, _ in comes]
+                assert [r.stop - r.start for r in leaves] == [block.rows for block, _ in comes]
                 arriving = receiver.arriving[index]
                 assert [where for where, r in arriving if r == sender.rank] == [w for _, w in comes]
                 assert all(where.stop - where.start == block.rows for block, where in comes)
@@ -71,9 +72,11 @@ def test_both_ends_of_a_message_agree(of_ranks: list[Traffic]) -> None:
 @given(traffics())
 def test_own_rows_of_the_last_slice_lie_together(of_ranks: list[Traffic]) -> None:
     for traffic in of_ranks:
-        for piece, staying in zip(traffic.pieces, traffic.staying, strict=True):
-            own = [(b, here) for b, here in piece.places if b.source == traffic.rank]
-            assert staying == [(here, traffic.rows(block.expert)) for block, here in own]
+        for e in range(len(traffic.mine)):
+            assert traffic.rows(e) == slice(sum(traffic.mine[:e]), sum(traffic.mine[: e + 1]))
+        stay = sum(where.stop - where.start for of in traffic.staying for _, where in of)
+        own = [b.rows for p in traffic.pieces for b in p.blocks if b.source == traffic.rank]
+        assert stay == sum(own)
         last = traffic.slice_of(traffic.rank, traffic.slices - 1)
         blocks = traffic.apart().blocks
         assert [block.expert for block in blocks] == [e for e in last if traffic.mine[e]]
