@@ -28,6 +28,10 @@ def chunks_of(num_tokens: int, chunk_size: int) -> list[slice]:
     ]
 
 
+_NOTHING_LEFT = -1e4
+"""The logarithm of a decay that is 0 in every dtype."""
+
+
 class Decays(NamedTuple):
     """Of one chunk of Q tokens, in the dtype of the logarithms; `...` are a batch and its heads."""
 
@@ -50,7 +54,7 @@ class Decays(NamedTuple):
         exact = torch.float64
         if logs.device.type == "npu":
             exact = logs.dtype
-        s = logs.cumsum(-1, dtype=exact)
+        s = logs.clamp(min=_NOTHING_LEFT).cumsum(-1, dtype=exact)  # no inf less inf
         num_tokens = s.shape[-1]
         hidden = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=s.device).triu(1)
         from_state, to_state, keep = s.exp(), (s[..., -1:] - s).exp(), s[..., -1].exp()

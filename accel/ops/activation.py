@@ -259,14 +259,18 @@ def _activation(
     _check_inputs(op, x, kind in GATED, bias, probs)
     if clamp_value is not None and not clamp_value >= 0:
         raise ValueError(f"{op}: clamp_value must not be negative, got {clamp_value}")
-    if inplace_grad and x.is_leaf and x.requires_grad:
-        raise ValueError(f"{op}: inplace_grad=True would overwrite x, which is a leaf")
+    inplace_grad = inplace_grad and not torch.compiler.is_compiling()
+    if inplace_grad and (
+        (x.is_leaf and x.requires_grad) or isinstance(x._base, torch.nn.Parameter)
+    ):
+        raise ValueError(
+            f"{op}: inplace_grad=True would overwrite x, which is a leaf or a parameter's view"
+        )
     if reason := unsupported_reason(x, probs):
         log_fallback(op, reason)
         return activation_ref(kind, x, bias, probs, clamp_value, offset)
     if clamp_value is not None:  # torch's clamp compares with what x's dtype holds of it
         clamp_value = _nearest(clamp_value, x.dtype)
-    inplace_grad = inplace_grad and not torch.compiler.is_compiling()
     return _forward(x, bias, probs, kind, clamp_value, offset, inplace_grad)
 
 
@@ -294,7 +298,7 @@ def swiglu(
 
     Raises:
         ValueError: an input of the wrong shape, dtype or device; a negative clamp value; a leaf
-            to be overwritten.
+            or a parameter to be overwritten.
         RuntimeError: in backward, if a gradient needs what `inplace_grad` has overwritten.
 
     Where `unsupported_reason` has something to say, that is logged once and `activation_ref`

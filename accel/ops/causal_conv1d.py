@@ -83,7 +83,7 @@ class _Window(NamedTuple):
         if self.segments is None or k == 0:
             return seen
         theirs = self.segments[:, begin : begin + num_tokens]
-        return seen * (theirs == self.segments[:, num_taps - 1 :]).unsqueeze(-1)
+        return seen.masked_fill((theirs != self.segments[:, num_taps - 1 :]).unsqueeze(-1), 0)
 
     def sums(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """p of each token, in fp32."""
@@ -166,7 +166,7 @@ def _backward(
             later = dp[:, k:][:, : stop - first]
             if segments is not None and k:
                 ours, theirs = segments[:, first:stop], segments[:, first + k : stop + k]
-                later = later * (ours[:, : theirs.shape[1]] == theirs).unsqueeze(-1)
+                later = later.masked_fill((ours[:, : theirs.shape[1]] != theirs).unsqueeze(-1), 0)
             total[:, : later.shape[1]].addcmul_(later, taps[:, column])
         dx[:, first:stop] = total
     dbias = weight.new_empty(0) if bias is None else dshift.to(bias.dtype)

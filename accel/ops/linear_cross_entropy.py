@@ -397,6 +397,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dweight = None
         if ctx.grad_buffer is None:
             dhidden, dweight = torch.ops.accel.linear_cross_entropy_bwd(*call)
+        elif torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear_cross_entropy: a second derivative cannot be had with a grad_buffer"
+            )
         else:
             with torch.no_grad():
                 dhidden = _backward_into(ctx.grad_buffer, *call)
@@ -479,8 +483,10 @@ def _check_inputs(
     op = "linear_cross_entropy"
     if not hidden.is_floating_point():
         raise ValueError(f"{op}: hidden must be a floating dtype, got {hidden.dtype}")
-    if hidden.ndim == 0:
-        raise ValueError(f"{op}: hidden must have shape [..., H], got a scalar")
+    if hidden.ndim == 0 or hidden.shape[-1] == 0:
+        raise ValueError(
+            f"{op}: hidden must have shape [..., H] with H >= 1, got {list(hidden.shape)}"
+        )
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or len(weight) == 0:
         raise ValueError(
             f"{op}: weight must have shape [V, {hidden.shape[-1]}] with V >= 1, for hidden "

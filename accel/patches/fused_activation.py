@@ -40,6 +40,11 @@ def inplace_grad() -> bool:
     return False
 
 
+def _inplace(input: Tensor) -> bool:
+    """Not over a leaf, as upstream's own recomputation makes of fc1's output."""
+    return inplace_grad() and not (input.is_leaf and input.requires_grad)
+
+
 def wrap_bias_swiglu(upstream: Activation) -> Activation:
     def bias_swiglu_impl(
         input: Tensor,
@@ -51,7 +56,7 @@ def wrap_bias_swiglu(upstream: Activation) -> Activation:
         if reason := reason or _of_two_dtypes(input, bias):
             log_fallback("bias_swiglu_impl", reason)
             return upstream(input, bias, fp8_input_store, cpu_offload_input)
-        return ops.swiglu(input, bias, inplace_grad=inplace_grad())
+        return ops.swiglu(input, bias, inplace_grad=_inplace(input))
 
     return bias_swiglu_impl
 
@@ -65,7 +70,7 @@ def wrap_weighted_bias_swiglu(upstream: Activation) -> Activation:
         if reason := _not_stored_as_it_is(fp8_input_store):
             log_fallback("weighted_bias_swiglu_impl", reason)
             return upstream(input, bias, weights, fp8_input_store)
-        return ops.swiglu(input, None, weights, inplace_grad=inplace_grad())
+        return ops.swiglu(input, None, weights, inplace_grad=_inplace(input))
 
     return weighted_bias_swiglu_impl
 
@@ -75,7 +80,7 @@ def wrap_bias_geglu(upstream: Activation) -> Activation:
         if reason := _of_two_dtypes(input, bias):
             log_fallback("bias_geglu_impl", reason)
             return upstream(input, bias)
-        return ops.geglu(input, bias, inplace_grad=inplace_grad())
+        return ops.geglu(input, bias, inplace_grad=_inplace(input))
 
     return bias_geglu_impl
 
@@ -102,7 +107,7 @@ def wrap_weighted_bias_quick_geglu(upstream: Activation) -> Activation:
             approximate="quick",
             clamp_value=clamp_value,
             offset=linear_offset,
-            inplace_grad=inplace_grad(),
+            inplace_grad=_inplace(input),
         )
 
     return weighted_bias_quick_geglu_impl
@@ -113,13 +118,13 @@ def wrap_bias_gelu(upstream: Activation) -> Activation:
         if reason := _of_two_dtypes(input, bias):
             log_fallback("bias_gelu_impl", reason)
             return upstream(input, bias)
-        return ops.bias_gelu(input, bias, inplace_grad=inplace_grad())
+        return ops.bias_gelu(input, bias, inplace_grad=_inplace(input))
 
     return bias_gelu_impl
 
 
 def weighted_squared_relu_impl(input: Tensor, weights: Tensor) -> Tensor:
-    return ops.squared_relu(input, None, weights, inplace_grad=inplace_grad())
+    return ops.squared_relu(input, None, weights, inplace_grad=_inplace(input))
 
 
 def squared_relu(x: Tensor) -> Tensor:

@@ -48,9 +48,14 @@ constexpr int64_t kPair = 4 / sizeof(E);
 // Philox4x32-10 (Salmon et al. 2011). An element is dropped if its 32 random bits are below
 // `threshold`; see `dropout_mask_ref` in accel/ops/attention.py for who gets which bits.
 struct Dropout {
-  uint32_t key[2];
+  uint32_t key[2];  // a sequence's seed
   uint32_t threshold;
   float scale;  // of what is kept
+
+  Dropout of(int64_t seed) const {
+    const auto halves = static_cast<uint64_t>(seed);
+    return {{static_cast<uint32_t>(halves), static_cast<uint32_t>(halves >> 32)}, threshold, scale};
+  }
 };
 
 // One block of probabilities' gradients; all blocks are [keys][queries], so that the statistics of
@@ -552,9 +557,9 @@ struct Range {
   bool empty() const { return begin >= end; }
 };
 
-// Where a part of a larger attention begins, for dropout.
+// For dropout: its seed, and where a part of a larger attention begins.
 struct Place {
-  int64_t sequence = 0, head = 0, query = 0, key = 0;
+  int64_t seed = 0, sequence = 0, head = 0, query = 0, key = 0;
 };
 constexpr int64_t kSeedAndPlace = 5;
 
@@ -881,7 +886,7 @@ class Forward {
       mask(head, queries, keys, num_keys, scratch.scores);
       if (problem_.dropout) {
         ACCEL_FOR_THIS_CPU(keep_by_query)
-        (*problem_.dropout, index + s.place.head, s.index + s.place.sequence,
+        (problem_.dropout->of(s.place.seed), index + s.place.head, s.index + s.place.sequence,
          queries.begin + s.place.query, head.query_side, keys.begin + s.place.key, num_keys,
          scratch.keep, head.key_side);
       }
@@ -1124,7 +1129,7 @@ class Backward {
       mask(head, queries, keys, num_keys, scratch.scores);
       if (problem_.dropout) {
         ACCEL_FOR_THIS_CPU(keep_by_key)
-        (*problem_.dropout, index + s.place.head, s.index + s.place.sequence,
+        (problem_.dropout->of(s.place.seed), index + s.place.head, s.index + s.place.sequence,
          queries.begin + s.place.query, side, keys.begin + s.place.key, num_keys,
          scratch.keep, side);
       }
@@ -1279,17 +1284,20 @@ uint32_t threshold_of(double dropout) {
 
 // From a seed `[1]`, `[5]` for all sequences, or `[sequences, 5]`.
 void set_places(const Tensor& seed, std::vector<Sequence>& sequences) {
-  if (seed.numel() == 1) return;
-  const bool for_each = seed.dim() == 2;
+  const bool alone = seed.numel() == 1, for_each = seed.dim() == 2;
   ACCEL_CHECK_VALUE(
-      seed.size(-1) == kSeedAndPlace &&
-          (seed.dim() == 1 || (for_each && seed.size(0) == std::ssize(sequences))),
+      alone || (seed.size(-1) == kSeedAndPlace &&
+                (seed.dim() == 1 || (for_each && seed.size(0) == std::ssize(sequences)))),
       "attention: dropout needs a seed of 1 number, or of ", kSeedAndPlace,
       " for all or for each of the ", sequences.size(), " sequences, got ", seed.sizes());
   const int64_t* number = seed.const_data_ptr<int64_t>();
   for (Sequence& s : sequences) {
+    if (alone) {
+      s.place = {.seed = *number};
+      continue;
+    }
     const int64_t* row = number + (for_each ? s.index * kSeedAndPlace : 0);
-    s.place = {.sequence = row[1], .head = row[2], .query = row[3], .key = row[4]};
+    s.place = {row[0], row[1], row[2], row[3], row[4]};
     ACCEL_CHECK_VALUE(
         s.place.query % 64 == 0,
         "attention: dropout needs a first query that is a multiple of 64, got ", s.place.query);
@@ -1302,7 +1310,9 @@ Problem problem_of(
   ACCEL_CHECK_VALUE(
       cu_q.has_value() == cu_k.has_value(), "attention: cu_seqlens_q and cu_seqlens_k go together");
   check_inputs(q, k, v, cu_q.has_value());
-  ACCEL_CHECK_VALUE(options.scale > 0.0, "attention: scale must be positive, got ", options.scale);
+  ACCEL_CHECK_VALUE(
+      static_cast<float>(options.scale) > 0.0f, "attention: scale must be positive in fp32, got ",
+      options.scale);
   ACCEL_CHECK_VALUE(
       options.left >= -1 && options.right >= -1, "attention: the window must be >= -1 (no limit), got ",
       options.left, " and ", options.right);
@@ -1326,11 +1336,9 @@ Problem problem_of(
     ACCEL_CHECK_VALUE(
         seed.has_value() && seed->scalar_type() == at::kLong,
         "attention: dropout needs a seed, int64");
-    const Tensor numbers = seed->contiguous();
-    const auto key = static_cast<uint64_t>(*numbers.const_data_ptr<int64_t>());
-    set_places(numbers, problem.sequences);
+    set_places(seed->contiguous(), problem.sequences);
     problem.dropout = Dropout{
-        .key = {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)},
+        .key = {},
         .threshold = threshold_of(options.dropout),
         .scale = static_cast<float>(1.0 / (1.0 - options.dropout))};
   }
@@ -1403,7 +1411,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_bwd_cpu(
   Tensor dq = new_output(problem, q.sizes(), q.options());
   Tensor dk = new_output(problem, k.sizes(), k.options());
   Tensor dv = new_output(problem, v.sizes(), v.options());
-  if (out.numel() == 0) return {dq, dk, dv};
+  if (out.numel() == 0) return {dq.zero_(), dk.zero_(), dv.zero_()};
   dispatch(q.scalar_type(), [&]<typename T, typename E> {
     const Gradients<T> tensors{
         .dout = rows_of<const T>(dout),

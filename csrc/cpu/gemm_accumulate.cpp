@@ -244,6 +244,7 @@ void gemm_accumulate_cpu(const Tensor& out, const Tensor& a_in, const Tensor& b_
     }
     at::native::cpublas::brgemm_release(/*is_vnni=*/true);
   });
+  out.unsafeGetTensorImpl()->bump_version();  // whoever saved out must hear of it
 }
 
 TORCH_LIBRARY_IMPL(accel, CPU, m) { m.impl("gemm_accumulate", &gemm_accumulate_cpu); }

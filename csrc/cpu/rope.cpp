@@ -199,8 +199,8 @@ void add_sequences(
     std::vector<int64_t>& rows) {
   const T* start = cu_seqlens.const_data_ptr<T>();
   for (int64_t i = 0; i + 1 < cu_seqlens.numel(); ++i) {
-    const int64_t length = (start[i + 1] - start[i]) / cp_size;
-    ACCEL_CHECK_VALUE(start[i] <= start[i + 1] && (cp_size == 1 || length % 2 == 0),
+    const int64_t whole = start[i + 1] - start[i], length = whole / cp_size;
+    ACCEL_CHECK_VALUE(whole >= 0 && (cp_size == 1 || whole % (2 * cp_size) == 0),
                       "rope: cu_seqlens must not fall, and over ", cp_size, " context-parallel ranks "
                       "each length must split in 2 chunks for each; sequence ", i, " is [", start[i],
                       ", ", start[i + 1], ")");

@@ -39,6 +39,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -297,15 +298,19 @@ class Source {
 // Dense memory that an operation writes: the tensor's own, or a copy that finish() brings home.
 class Target {
  public:
-  enum class Filled { no, yes };
+  enum class Filled { no, yes, only_read };
 
   Target(const Tensor& tensor, Filled filled) {
+    const bool is_written = filled != Filled::only_read;
     ACCEL_CHECK_VALUE(!tensor.is_neg(), "shared-memory collectives: the output is a lazily negated view");
-    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    ACCEL_CHECK_VALUE(
+        !is_written || at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
+        "shared-memory collectives: elements of the output share memory, its strides are ", tensor.strides());
+    if (is_written && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
     Tensor dense = tensor;
     if (!tensor.is_contiguous()) {
       home_ = tensor.detach();
-      dense_ = dense = filled == Filled::yes ? tensor.contiguous() : at::empty(tensor.sizes(), tensor.options());
+      dense_ = dense = filled != Filled::no ? tensor.contiguous() : at::empty(tensor.sizes(), tensor.options());
     }
     storage_ = dense.storage();
     data_ = static_cast<char*>(dense.mutable_data_ptr());
@@ -341,7 +346,7 @@ class Broadcast final : public Operation {
       : Operation(Kind::broadcast, tensor.nbytes(), kSlotBytes),
         rank_(rank),
         root_(root),
-        tensor_(tensor, rank == root ? Target::Filled::yes : Target::Filled::no) {}
+        tensor_(tensor, rank == root ? Target::Filled::only_read : Target::Filled::no) {}
 
   void post(int64_t step, char* slot) override {
     if (rank_ == root_) copy(slot, tensor_.data() + step * kSlotBytes, part(num_bytes, step, kSlotBytes));

@@ -341,7 +341,9 @@ void topk_router_backward(
       if (softmax) return store(dlogits + j, score * centred, span);
       Vec slope = score * (1.0f - score);
       if (args.score == Score::sqrt_softplus) {
-        slope = sigmoid(load(logits + j, span)) / (2.0f * score);
+        // softplus'(x) = 1 - e^-softplus(x), which is softplus(x) where that is small
+        const Vec of_large = sigmoid(load(logits + j, span)) / (2.0f * score);
+        slope = score * score < 1e-7f ? 0.5f * score : of_large;
       }
       store(dlogits + j, at(wanted, j) != 0 ? centred * slope : Vec{}, span);
     });

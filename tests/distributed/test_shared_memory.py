@@ -182,6 +182,35 @@ def test_four_ranks(check: str, without_gloo: Callable[[], None]) -> None:
 
 
 @pytest.mark.distributed(world_size=2)
+def test_a_broadcast_leaves_the_roots_tensor_as_it_is(without_gloo: Callable[[], None]) -> None:
+    enable()
+    dist.barrier()
+    without_gloo()
+    x = torch.full((3,), float(dist.get_rank()), requires_grad=True)
+    y = x.exp()
+    sent = y.detach()
+    dist.broadcast(sent, 0)
+    assert sent.tolist() == [1.0] * 3
+    if dist.get_rank() == 0:
+        y.sum().backward()  # its result was not written
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+@pytest.mark.distributed(world_size=2)
+def test_outputs_whose_elements_share_memory_are_an_error(without_gloo: Callable[[], None]) -> None:
+    enable()
+    dist.barrier()
+    without_gloo()
+    with pytest.raises(ValueError, match=r"share memory, its strides are \[0\]"):
+        dist.all_reduce(torch.zeros(1).expand(4))
+    x = torch.ones(2)
+    dist.all_reduce(x)  # nothing was posted
+    assert x.tolist() == [2.0, 2.0]
+
+
+@pytest.mark.distributed(world_size=2)
 def test_with_preset_fast_half_sums_are_those_of_gloo(without_gloo: Callable[[], None]) -> None:
     """`host_half_collectives` is on as well and gives the same bits where ranks share no memory."""
     rows = operands(5001, torch.bfloat16)

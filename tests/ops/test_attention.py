@@ -128,6 +128,38 @@ def test_any_shape_mask_and_layout(queries, keys, batch, heads, widths, dtype, l
 
 
 @needs_native
+def test_each_sequence_has_its_own_seed():
+    tensors = qkv(6, 8, batch=2)
+    seed = torch.tensor([[1, 0, 0, 0, 0], [2, 0, 0, 0, 0]])
+    (out, _), grads = run(attention, Inputs(tensors, {"dropout": 0.5, "seed": seed}))
+    (expected, _), wanted = run(attention_ref, Inputs(tensors, {"dropout": 0.5, "seed": seed}))
+    torch.testing.assert_close(out, expected)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, wanted[name])
+    one = attention(*tensors, dropout=0.5, seed=seed[:1, :1].flatten())[0]
+    assert torch.equal(one[:, 0], out[:, 0])
+    assert not torch.equal(one[:, 1], out[:, 1])
+
+
+@needs_native
+def test_seeds_of_no_sequence():
+    none = torch.empty(0, 5, dtype=torch.int64)
+    with pytest.raises(ValueError, match="for each of the 1 sequences"):
+        attention(*qkv(6, 8, batch=1), dropout=0.1, seed=none)
+    pack = [t[:, 0] for t in qkv(6, 8, batch=1)]
+    starts = torch.zeros(1, dtype=torch.int32)
+    out, _ = attention(*pack, cu_seqlens_q=starts, cu_seqlens_k=starts, dropout=0.1, seed=none)
+    assert not out.any()
+
+
+@needs_native
+def test_gradients_of_nothing_are_0():
+    q, k, v = qkv(5, 7)
+    _, grads = run(attention, Inputs([q, k, v[..., :0]]))
+    assert [g.any().item() for g in grads.values()] == [False] * 3
+
+
+@needs_native
 def test_no_batch():
     (out, lse), grads = run(attention, Inputs(qkv(5, 7, batch=0)))
     assert (out.shape, lse.shape) == ((5, 0, 4, 24), (0, 4, 5))

@@ -62,6 +62,21 @@ class TestCausalConv1d(OpContract):
             tensors = problem((1, tokens, 3), 4, torch.float32)
             self.check(Inputs(tensors, {"segments": segments}))
 
+    @pytest.mark.parametrize("silu", [False, True])
+    @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+    def test_what_is_not_finite_stays_in_its_segment(self, bad, silu):
+        x, weight, bias = problem((1, 12, 3), 4, torch.float32)
+        options = {"segments": segments_of(1, 5, 7), "silu": silu}
+        last_is_bad, dy = x.clone(), torch.ones(1, 12, 3)
+        last_is_bad[0, 4] = dy[0, 5] = bad
+        y = causal_conv1d(last_is_bad, weight, bias, **options)
+        assert torch.equal(y[:, 5:], causal_conv1d(x, weight, bias, **options)[:, 5:])
+        assert not y[:, 4].isfinite().all()
+        leaf = x.requires_grad_()
+        (dx,) = torch.autograd.grad(causal_conv1d(leaf, weight, bias, **options), leaf, dy)
+        assert dx[:, :5].isfinite().all()
+        assert not dx[:, 5].isfinite().all()
+
     def test_taps_see_no_other_segment(self):
         x, weight, bias = problem((1, 12, 3), 4, torch.float64)
         packed = causal_conv1d(x, weight, bias, segments=segments_of(1, 5, 7))

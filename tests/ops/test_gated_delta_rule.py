@@ -91,6 +91,19 @@ class TestGatedDeltaRule(OpContract):
         self.check(Inputs(tensors, {"chunk_size": 40}))
 
 
+@pytest.mark.parametrize("chunk_size", [4, 64])
+def test_a_decay_of_0_forgets(chunk_size):
+    tensors = problem(1, 11, torch.float64)
+    tensors[3][:, 5] = -torch.inf
+    found = rule(*tensors, chunk_size=chunk_size)
+    expected = rule_ref(*tensors, chunk_size=chunk_size)
+    torch.testing.assert_close(found, expected)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    y, state = rule(*leaves, chunk_size=chunk_size)
+    for grad in torch.autograd.grad(y.sum() + state.sum(), leaves):
+        assert grad.isfinite().all()
+
+
 def test_segments_are_sequences():
     *tensors, _ = problem(1, 20, torch.float64)
     for lengths in ((8, 12), (3, 1, 16), (17, 3)):

@@ -44,6 +44,15 @@ def test_matches_fp64(shape):
     check(out, a, b)
 
 
+def test_whoever_saved_the_sum_hears_of_it():
+    for out, a, b in (matrices(5, 3, 7), matrices(5, 3, 7, dtype=torch.float32)):
+        z = torch.ones_like(out, requires_grad=True)
+        y = (out * z).sum()
+        gemm_accumulate(out, a, b)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+
 @needs_kernel
 @settings(deadline=None, max_examples=60)
 @given(

@@ -148,6 +148,11 @@ def test_second_derivative_is_an_error():
     hidden.requires_grad_()
     loss = linear_cross_entropy(hidden, weight, target).sum()
     (dhidden,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    buffer = torch.zeros(weight.shape)
+    loss = linear_cross_entropy(hidden, weight, target, grad_buffer=buffer).sum()
+    with pytest.raises(RuntimeError, match="second derivative cannot be had with a grad_buffer"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+    assert not buffer.any()
     with pytest.raises(RuntimeError, match="linear_cross_entropy_bwd has no derivative"):
         dhidden.sum().backward()
 
@@ -173,7 +178,8 @@ H, W, TARGET = torch.ones(2, 8), torch.ones(5, 8), torch.tensor([1, 2])
     ("tensors", "options", "message"),
     [
         ((H.long(), W, TARGET), {}, "hidden must be a floating dtype, got torch.int64"),
-        ((torch.tensor(1.0), W, TARGET), {}, "hidden must have shape .* got a scalar"),
+        ((torch.tensor(1.0), W, TARGET), {}, r"hidden must have shape .* got \[\]"),
+        ((torch.ones(3, 0), torch.ones(5, 0), TARGET), {}, r"H >= 1, got \[3, 0\]"),
         ((H, W.t(), TARGET), {}, r"weight must have shape \[V, 8\] .* got \[8, 5\]"),
         ((H, W[:0], TARGET), {}, r"with V >= 1, for hidden \[2, 8\], got \[0, 8\]"),
         ((H, W.half(), TARGET), {}, "weight must be torch.float32 .* got torch.float16"),

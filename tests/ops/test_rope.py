@@ -271,6 +271,7 @@ def test_rejects(change, message):
         ({"cu_seqlens": torch.tensor([0, 5, 4])}, r"must not fall.* sequence 1 is \[5, 4\)"),
         ({"freqs": angles(3, 8)}, "position 3 is beyond the 3 rows"),
         ({"cu_seqlens": torch.tensor([0, 6, 8]), "cp_size": 2}, r"must split .* \[0, 6\)"),
+        ({"cu_seqlens": torch.tensor([0, 9]), "cp_size": 2}, r"must split .* \[0, 9\)"),
     ],
 )
 def test_rejects_packed(change, message):

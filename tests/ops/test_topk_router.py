@@ -189,6 +189,18 @@ def test_extreme_logits(score, value):
 
 
 @needs_native
+def test_the_slope_of_very_negative_logits():
+    """Of sqrt(softplus(x)), which is e^(x / 2) there: e^(x / 2) / 2, far above what sigmoid(x) keeps."""
+    logits = torch.tensor([[-94.0, -95.0, -95.5]], requires_grad=True)
+    probs, _ = topk_router(logits, 3, score_function="sqrtsoftplus", scaling_factor=1.0)
+    exact = logits.detach().double().requires_grad_()
+    wanted, _ = topk_router_ref(exact, 3, score_function="sqrtsoftplus", scaling_factor=1.0)
+    dprobs = torch.tensor([[1.0, 2.0, 3.0]])
+    (found,) = torch.autograd.grad(probs, logits, dprobs)
+    (expected,) = torch.autograd.grad(wanted, exact, dprobs.double())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)
+
+
 def test_second_derivative_is_an_error():
     logits = torch.randn(3, 8, requires_grad=True)
     probs, _ = topk_router(logits, 2)

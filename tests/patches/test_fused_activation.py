@@ -43,6 +43,19 @@ def features(**wanted: bool) -> Iterator[None]:
         accel.disable()
 
 
+def test_a_recomputations_leaf_is_not_overwritten() -> None:
+    """`CheckpointWithoutOutput` computes again from leaves, where Transformer Engine has the layers."""
+    with features(fused_activation=True, inplace_activation_grad=True):
+        from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+
+        leaf, probs = torch.randn(4, 2 * FFN, requires_grad=True), torch.rand(4, 1)
+        kept = leaf.detach().clone()
+        weighted_bias_swiglu_impl(leaf, None, probs).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.any()
+    assert torch.equal(leaf, kept)
+
+
 class Calls(TorchDispatchMode):
     """The names of all ops that run."""
 
