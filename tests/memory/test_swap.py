@@ -174,7 +174,7 @@ def test_a_backward_pass_lets_go_of_what_it_fetched_though_the_chain_is_open() -
         return found
 
     left(True)  # the pool is there
-    assert left(False) <= left(True)
+    assert left(False) < left(True) + BYTES
 
 
 @pytest.mark.usefixtures("counted")
@@ -193,7 +193,9 @@ def test_a_group_is_released_though_a_part_of_it_was_run_backward_before() -> No
         return memory.memory_allocated() - before
 
     held(False)  # the pool is there
-    assert held(True) <= held(False)
+    assert (
+        held(True) < held(False) + BYTES
+    )  # malloc's blocks are 16 or 32 bytes larger now and then
 
 
 def test_the_pool_does_not_grow() -> None:
