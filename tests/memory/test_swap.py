@@ -193,9 +193,8 @@ def test_a_group_is_released_though_a_part_of_it_was_run_backward_before() -> No
         return memory.memory_allocated() - before
 
     held(False)  # the pool is there
-    assert (
-        held(True) < held(False) + BYTES
-    )  # malloc's blocks are 16 or 32 bytes larger now and then
+    # malloc's blocks are 16 or 32 bytes larger now and then
+    assert held(True) < held(False) + BYTES
 
 
 def test_the_pool_does_not_grow() -> None:

@@ -110,10 +110,8 @@ def test_no_tokens_leave_the_state():
 @pytest.mark.parametrize("chunk_size", [4, 64])
 def test_a_decay_of_0_forgets(chunk_size):
     tensors = problem(1, 11, torch.float32)
-    tensors[0][:, 5], tensors[1][:, 5] = (
-        0,
-        3e38,
-    )  # dt a is -inf, or so far from 0 that sums forget the rest
+    # dt a is -inf, or so far from 0 that sums forget the rest
+    tensors[0][:, 5], tensors[1][:, 5] = 0, 3e38
     found = scan(*tensors, chunk_size=chunk_size)
     torch.testing.assert_close(found, scan_ref(*tensors, chunk_size=chunk_size))
 

@@ -201,6 +201,7 @@ def test_the_slope_of_very_negative_logits():
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)
 
 
+@needs_native
 def test_second_derivative_is_an_error():
     logits = torch.randn(3, 8, requires_grad=True)
     probs, _ = topk_router(logits, 2)
