@@ -48,35 +48,42 @@ struct AddRmsNormBackward {
 
 namespace accel::ACCEL_ISA {
 
-// Rows [begin, end). Past the caches, total is gathered in `row_N` first: it is read twice.
+// Rows [begin, end). Past the caches, total is gathered in a row of `rows_2N` first: it is read twice.
 template <typename T, bool kBias, bool kStream>
-void add_rms_norm_forward(const AddRmsNormForward& args, int64_t begin, int64_t end, void* row_N) {
+void add_rms_norm_forward(const AddRmsNormForward& args, int64_t begin, int64_t end, void* rows_2N) {
   const int64_t num_cols = args.num_cols;
   const T* bias = static_cast<const T*>(args.bias);
-  for (int64_t row = begin; row < end; ++row) {
+  T* total = static_cast<T*>(args.total);
+  T* y = static_cast<T*>(args.y);
+  const auto sums_of = [&](int64_t row) {
+    return kStream ? static_cast<T*>(rows_2N) + row % 2 * num_cols : total + row * num_cols;
+  };
+  const auto value = [&](int64_t row) {
     const T* x = static_cast<const T*>(args.x) + row * num_cols;
     const T* residual = static_cast<const T*>(args.residual) + row * num_cols;
-    T* y = static_cast<T*>(args.y) + row * num_cols;
-    T* total = static_cast<T*>(args.total) + row * num_cols;
-    T* sums = kStream ? static_cast<T*>(row_N) : total;
-    const float rstd = inverse_rms(num_cols, args.eps, [&](int64_t col, auto span) {
+    return [=, sums = sums_of(row)](int64_t col, auto span) {
+      prefetch(x + num_cols, col);
+      prefetch(residual + num_cols, col);
       Vec v = load(x + col, span);
       if constexpr (kBias) v = rounded(v + load(bias + col, span), bias);
       store(sums + col, load(residual + col, span) + v, span);
       return load(sums + col, span);  // as rounded
-    });
-    args.rstd[row] = rstd;
-    if constexpr (kStream) {
-      const float* words = reinterpret_cast<const float*>(sums);
-      store_row<true>(
-          reinterpret_cast<float*>(total), num_cols * static_cast<int64_t>(sizeof(T)) / 4,
-          [&](int64_t word, auto span) { return load(words + word, span); });
-    }
-    scale_row<kStream>(sums, rstd, args.scale, y, num_cols, [&](int64_t col) {
-      prefetch(x + num_cols, col);
-      prefetch(residual + num_cols, col);
-    });
-  }
+    };
+  };
+  rms_norm_forward_run(
+      num_cols, args.eps, begin, end, value, [&](int64_t row, float rstd, auto next_value) {
+        args.rstd[row] = rstd;
+        const T* sums = sums_of(row);
+        if constexpr (kStream) {
+          const float* words = reinterpret_cast<const float*>(sums);
+          store_row<true>(
+              reinterpret_cast<float*>(total + row * num_cols),
+              num_cols * static_cast<int64_t>(sizeof(T)) / 4,
+              [&](int64_t word, int, auto span) { return load(words + word, span); });
+        }
+        return scale_row<kStream>(
+            sums, rstd, args.scale, y + row * num_cols, num_cols, args.eps, next_value);
+      });
   if constexpr (kStream) stream_fence();
 }
 
@@ -146,8 +153,8 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_fwd_cpu(
                   : ACCEL_FOR_THIS_CPU(add_rms_norm_forward<T, false, false>);
   });
   at::parallel_for(0, rstd.numel(), rows_per_task(num_cols), [&](int64_t begin, int64_t end) {
-    std::vector<float> row_N(num_cols);  // wide enough for any T
-    kernel(args, begin, end, row_N.data());
+    std::vector<float> rows_2N(2 * num_cols);  // wide enough for any T
+    kernel(args, begin, end, rows_2N.data());
   });
   return {y, total, rstd};
 }

@@ -71,7 +71,7 @@ void layer_norm_forward(const LayerNormForward& args, int64_t begin, int64_t end
     args.mean[row] = mean;
     args.rstd[row] = rstd;
 
-    store_row<kStream>(y, num_cols, [&](int64_t col, auto span) {
+    store_row<kStream>(y, num_cols, [&](int64_t col, int, auto span) {
       prefetch(x + num_cols, col);  // the next row
       const Vec h = (load(x + col, span) - mean) * rstd;
       return h * load(args.scale + col, span) + load(args.bias + col, span);
@@ -104,7 +104,7 @@ ACCEL_INLINE void layer_norm_backward_row(
   const float mean_g = sum(tree_sum(sums)) / num_cols;
   const float mean_gh = sum(tree_sum(dots)) * rstd / num_cols;
 
-  store_row<kStream>(dx, num_cols, [&](int64_t col, auto span) {
+  store_row<kStream>(dx, num_cols, [&](int64_t col, int, auto span) {
     prefetch(dy + num_cols, col);  // the next row
     prefetch(x + num_cols, col);
     const Vec dy_v = load(dy + col, span);

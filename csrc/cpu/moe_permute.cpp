@@ -94,7 +94,7 @@ template <typename T, bool kWeighted, bool kStream, int kCount>
 ACCEL_INLINE void moe_sum(
     const T* const* rows, const T* const* next_rows, const float* weights, T* out,
     int64_t num_cols) {
-  store_row<kStream>(out, num_cols, [&](int64_t col, auto span) {
+  store_row<kStream>(out, num_cols, [&](int64_t col, int, auto span) {
     Vec total{};
 #pragma GCC unroll 8
     for (int i = 0; i < kCount; ++i) {

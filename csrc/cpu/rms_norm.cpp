@@ -48,15 +48,20 @@ namespace accel::ACCEL_ISA {
 template <typename T, bool kStream>
 void rms_norm_forward(const RmsNormForward& args, int64_t begin, int64_t end) {
   const int64_t num_cols = args.num_cols;
-  for (int64_t row = begin; row < end; ++row) {
-    const T* x = static_cast<const T*>(args.x) + row * num_cols;
-    T* y = static_cast<T*>(args.y) + row * num_cols;
-    const float rstd = inverse_rms(
-        num_cols, args.eps, [&](int64_t col, auto span) { return load(x + col, span); });
-    args.rstd[row] = rstd;
-    scale_row<kStream>(
-        x, rstd, args.scale, y, num_cols, [&](int64_t col) { prefetch(x + num_cols, col); });
-  }
+  const T* x = static_cast<const T*>(args.x);
+  T* y = static_cast<T*>(args.y);
+  const auto value = [&](int64_t row) {
+    return [x = x + row * num_cols, num_cols](int64_t col, auto span) {
+      prefetch(x + num_cols, col);
+      return load(x + col, span);
+    };
+  };
+  rms_norm_forward_run(
+      num_cols, args.eps, begin, end, value, [&](int64_t row, float rstd, auto next_value) {
+        args.rstd[row] = rstd;
+        return scale_row<kStream>(
+            x + row * num_cols, rstd, args.scale, y + row * num_cols, num_cols, args.eps, next_value);
+      });
   if constexpr (kStream) stream_fence();
 }
 

@@ -343,18 +343,19 @@ struct Rows {
   Vec vec[kRows];
 };
 
-// Stores f(column, span), a Rows<kRows>, to kRows rows of num_cols each: two vectors at a time, so
-// that kStream writes whole lines. The columns must then be whole lines too.
+// Stores f(column, k, span), a Rows<kRows>, to kRows rows of num_cols each: two vectors at a time, so
+// that kStream writes whole lines. The columns must then be whole lines too. Columns, k and spans are
+// those of for_each_vec<2>.
 template <bool kStream, int kRows, typename T, typename F>
 ACCEL_INLINE void store_rows(T* out, int64_t num_cols, F f) {
   int64_t col = 0;
   const auto store_one = [&](auto span) {
-    const Rows<kRows> v = f(col, span);
+    const Rows<kRows> v = f(col, 0, span);
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) store(out + row * num_cols + col, v.vec[row], span);
   };
   for (; col + 2 * kLanes <= num_cols; col += 2 * kLanes) {
-    const Rows<kRows> low = f(col, Full{}), high = f(col + kLanes, Full{});
+    const Rows<kRows> low = f(col, 0, Full{}), high = f(col + kLanes, 1, Full{});
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
       store<kStream>(out + row * num_cols + col, low.vec[row], high.vec[row]);
@@ -366,7 +367,8 @@ ACCEL_INLINE void store_rows(T* out, int64_t num_cols, F f) {
 
 template <bool kStream, typename T, typename F>
 ACCEL_INLINE void store_row(T* out, int64_t num_cols, F f) {
-  store_rows<kStream, 1>(out, num_cols, [&](int64_t col, auto span) { return Rows<1>{f(col, span)}; });
+  store_rows<kStream, 1>(
+      out, num_cols, [&](int64_t col, int k, auto span) { return Rows<1>{f(col, k, span)}; });
 }
 
 // 2 kLanes numbers of a row in two registers, for work that treats every column alike. Which number
