@@ -34,6 +34,7 @@ __all__ = ["PrecisionAwareAdam"]
 MASTER = "master_param"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FP8 = torch.float8_e4m3fn
+_TINY = torch.finfo(torch.float32).tiny
 LARGEST = {torch.float16: torch.finfo(torch.float16).max / 2, FP8: torch.finfo(FP8).max}
 """Dtype -> what the largest value of a tensor is stored as."""
 
@@ -216,7 +217,9 @@ class PrecisionAwareAdam(ClipsInStep, torch.optim.Adam):
             kept.copy_(remainder)
         elif kept.dtype in LARGEST:
             largest = value.abs().max().item() if value.numel() else 0.0
-            state[f"{name}_scale"] = scale = largest / LARGEST[kept.dtype]
+            # a smaller divisor than any normal number would round to 0, or have no reciprocal
+            scale = max(largest / LARGEST[kept.dtype], _TINY) if largest else 0.0
+            state[f"{name}_scale"] = scale
             kept.copy_(value / scale if scale else value)
         elif kept.data_ptr() != value.data_ptr():
             kept.copy_(value)

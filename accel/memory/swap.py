@@ -338,7 +338,7 @@ class _Pool:
     def __init__(self, device: torch.device) -> None:
         self._memory = PinnedMemory(device)
         self._free: dict[int, list[tuple[Tensor, Any]]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection of garbage inside may give a buffer back
         self.num_bytes = 0
         """Of all buffers."""
 

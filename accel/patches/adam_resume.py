@@ -145,7 +145,7 @@ def with_a_step_count(state_dict: Callable[[Any], Any]) -> Callable[[Any], Any]:
         optimizer = self.optimizer
         started = any("step" in state for state in optimizer.state.values())
         if started or not _is_asked(optimizer):
-            return _counted_by_group(optimizer, state_dict(self))
+            return counted_by_group(optimizer, state_dict(self))
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # upstream looks at all states for the count, and passes none of them on
         steps = 0 if parameters else getattr(self, "accel_step_count", 0)
@@ -162,21 +162,28 @@ def with_a_step_count(state_dict: Callable[[Any], Any]) -> Callable[[Any], Any]:
             for group in saved["optimizer"]["param_groups"]:
                 group.pop("step", None)
             return saved
-        return _counted_by_group(optimizer, saved, steps)
+        return counted_by_group(optimizer, saved, steps)
 
     return with_step_count
 
 
-def _counted_by_group(optimizer: Any, saved: Any, steps: float = 0) -> Any:
-    """With the step count in the groups also where upstream believes that it is there: beside Apex and
-    Transformer Engine, if the optimizer is torch's Adam or derives from it."""
+def counted_by_group(optimizer: Any, saved: Any, steps: float = 0) -> Any:
+    """As the Adam of Apex or Transformer Engine has it, where one is installed and this one is torch's or derives
+    from it: the step count is in groups, in no state, and groups have `bias_correction`."""
     from megatron.core.optimizer import distrib_optimizer
 
     if distrib_optimizer.HAVE_APEX_OR_TE and isinstance(optimizer, torch.optim.Adam):
         counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
         step = int(max(counts, default=steps))
-        for group in saved["optimizer"]["param_groups"]:
+        inner = saved["optimizer"]
+        for group in inner["param_groups"]:
             group.setdefault("step", step)
+            group.setdefault("bias_correction", True)
+        if "state" in inner:
+            inner["state"] = {
+                key: {name: value for name, value in state.items() if name != "step"}
+                for key, state in inner["state"].items()
+            }
     return saved
 
 

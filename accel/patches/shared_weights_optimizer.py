@@ -18,6 +18,7 @@ from torch import Tensor
 
 from accel.memory.pinned import not_on_device
 from accel.memory.precision_aware_adam import MASTER, PrecisionAwareAdam
+from accel.patches.adam_resume import counted_by_group
 
 __all__ = ["SharedWeightsOptimizer"]
 
@@ -93,7 +94,7 @@ class SharedWeightsOptimizer(Float16OptimizerWithFloat16Params):
             for number, state in inner["state"].items()
         }
         found[_MAIN_PARAMS[0]] = [[self._master(p) for p in group] for group in self.float16_groups]
-        return found
+        return counted_by_group(self.optimizer, found)
 
     def _master(self, param: Tensor) -> Tensor:
         """On the host, where the checkpoint wants it."""

@@ -99,9 +99,11 @@ class WhatHides(Swapping):
         try:
             with self.inside(chain):
                 yield
-        finally:
-            if history.close(chain):
-                _tell(history)
+        except BaseException:
+            chain.close()  # with a part of the layers: nothing to plan by
+            raise
+        if history.close(chain):
+            _tell(history)
 
     def _history(self, block: torch.nn.Module) -> History | None:
         """None without parameters: there is no layer."""

@@ -40,18 +40,25 @@ struct Counters {
     do {
       if (before > limit - num_bytes) return false;
     } while (!current_bytes.compare_exchange_weak(before, before + num_bytes, std::memory_order_relaxed));
-    const int64_t now = before + num_bytes;
     allocations.fetch_add(1, std::memory_order_relaxed);
-    int64_t peak = peak_bytes.load(std::memory_order_relaxed);
-    while (now > peak &&
-           !peak_bytes.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
-    }
+    raise_peak(before + num_bytes);
     return true;
   }
 
   void on_free(int64_t num_bytes) {
     frees.fetch_add(1, std::memory_order_relaxed);
     current_bytes.fetch_sub(num_bytes, std::memory_order_relaxed);
+  }
+
+  void raise_peak(int64_t now) {
+    int64_t peak = peak_bytes.load();
+    while (now > peak && !peak_bytes.compare_exchange_weak(peak, now)) {
+    }
+  }
+
+  void reset_peak() {
+    peak_bytes.exchange(current_bytes.load());
+    raise_peak(current_bytes.load());  // another thread may have raised both in between
   }
 };
 
@@ -164,7 +171,7 @@ std::vector<int64_t> stats() {
           counters.frees.load(), counters.refusals.load(), limit == NO_LIMIT ? 0 : limit};
 }
 
-void reset_peak() { counters.peak_bytes.store(counters.current_bytes.load()); }
+void reset_peak() { counters.reset_peak(); }
 
 TORCH_LIBRARY_FRAGMENT(accel, m) {
   m.def("_host_memory_install() -> ()", &install);

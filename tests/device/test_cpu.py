@@ -577,6 +577,43 @@ def test_what_came_from_the_device_is_copied_back_to_it() -> None:
             assert snapshot[0] == 1
 
 
+@needs_allocator
+def test_a_copy_in_another_dtype_or_order_is_the_hosts_too() -> None:
+    weight = torch.ones(1, 64, 64, 64, dtype=torch.bfloat16, device="cuda")
+    before = torch.cuda.memory_allocated()
+    snapshots = (
+        weight.to("cpu", torch.float32),
+        weight.to(device="cpu", dtype=torch.float32),
+        weight.to("cpu", copy=True),
+        weight.cpu(memory_format=torch.channels_last),
+    )
+    assert torch.cuda.memory_allocated() == before
+    for snapshot in snapshots:
+        snapshot.cuda().zero_()
+        assert snapshot.flatten()[0] == 1
+
+
+@needs_allocator
+def test_the_peak_is_never_below_what_is_held() -> None:
+    """Though another thread allocates while it begins anew."""
+    over = threading.Event()
+
+    def resetting() -> None:
+        while not over.is_set():
+            torch.cuda.reset_peak_memory_stats()
+
+    thread = threading.Thread(target=resetting)
+    thread.start()
+    try:
+        for _ in range(20_000):
+            held = torch.empty(1 << 12)
+            assert torch.cuda.max_memory_allocated() >= torch.cuda.memory_allocated()
+            del held
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_a_group_without_a_backend_has_the_default_groups() -> None:
     """As for `--fake-process-group`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

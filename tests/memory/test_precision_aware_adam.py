@@ -221,3 +221,25 @@ def test_a_step_needs_no_workspace_and_changes_nobody_elses_names() -> None:
         optimizer.step()
     assert optimizer.state[param]["step"] == 1
     assert math.ceil is ceil
+
+
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        {"exp_avg_dtype": torch.float16},
+        {"exp_avg_dtype": torch.uint8},
+        {"exp_avg_sq_dtype": torch.float16},
+        {"exp_avg_sq_dtype": torch.uint8},
+    ],
+    ids=str,
+)
+def test_moments_fade_to_0_without_a_gradient(dtypes: dict[str, torch.dtype]) -> None:
+    """Their divisor with them, which no fp32 number is small enough for at last."""
+    param = torch.ones(4, requires_grad=True)
+    optimizer = PrecisionAwareAdam([param], lr=1e-2, betas=(0.5, 0.5), **dtypes)
+    for step in range(200):
+        param.grad = torch.tensor([float(step == 0), 0, 0, 0])
+        optimizer.step()
+        assert param.isfinite().all(), step
+    assert param[0] < 1
+    assert torch.equal(param[1:].detach(), torch.ones(3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -206,6 +207,25 @@ def test_the_pool_does_not_grow() -> None:
         sizes.append(swap.pool.num_bytes)
     assert len(set(sizes)) == 1
     assert sizes[0] > 0
+
+
+def test_a_buffer_that_comes_back_amid_another_is_no_deadlock() -> None:
+    """Python may collect a graph, whose buffers come back, wherever it allocates."""
+    pool = swap_of().pool
+    buffers = [pool.take(BYTES) for _ in range(2)]
+
+    class Collecting(dict):
+        def setdefault(self, *given: Any) -> Any:
+            if len(buffers) == 2:
+                pool.give_back(*buffers.pop())
+            return super().setdefault(*given)
+
+    pool._free = Collecting()
+    thread = threading.Thread(target=pool.give_back, args=buffers[0], daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert len(pool._free[BYTES]) == 2
 
 
 def test_a_storage_is_copied_once() -> None:

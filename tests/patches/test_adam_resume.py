@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -306,23 +307,29 @@ def test_a_hybrid_optimizer_counts_each_parameters_steps() -> None:
         assert [hybrid.state[p]["step"].item() for p in parameters] == [8.0, 8.0]
 
 
-def test_an_adam_of_ours_resumes_beside_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose own counts by group, where upstream looks for the count then."""
+@pytest.mark.parametrize("distributed", [True, False])
+def test_an_adam_of_ours_resumes_beside_transformer_engine(
+    monkeypatch: pytest.MonkeyPatch, distributed: bool
+) -> None:
+    """Whose own counts by group, where upstream looks for the count then, and asks its groups whether to
+    correct the bias."""
     from megatron.core.optimizer import distrib_optimizer
 
     for name in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER"):
         monkeypatch.setattr(distrib_optimizer, name, True)
     with one_rank(shared_weights=True):
-        options = {"bf16": True, "use_distributed_optimizer": True}
+        options = {"bf16": True, "use_distributed_optimizer": distributed}
         model, optimizer = build(**options)
         (unstarted,) = {g["step"] for g in optimizer.state_dict()["optimizer"]["param_groups"]}
         take_steps(model, optimizer, range(3))
         saved = optimizer.state_dict()
         _, resumed = build(**options)
-        resumed.load_state_dict(saved)
+        resumed.load_state_dict(copy.deepcopy(saved))
         inner = resumed.chained_optimizers[0].optimizer
     assert unstarted == 0
-    steps = [group["step"] for group in saved["optimizer"]["param_groups"]]
-    assert all(type(step) is int and step == 3 for step in steps)
+    groups = saved["optimizer"]["param_groups"]
+    assert all(type(group["step"]) is int and group["step"] == 3 for group in groups)
+    assert all(group["bias_correction"] is True for group in groups)
+    assert not any("step" in state for state in saved["optimizer"].get("state", {}).values())
     assert {state["step"].item() for state in inner.state.values()} == {3}
     assert not any("step" in group for group in inner.param_groups), "it would be stale"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from accel.feature import Context, choose, read_settings
+from accel.memory.swap_plan import FIRST_TIMED
 from accel.patches import activation_offloading, swap_attention
 from accel.patches.activation_offloading import FineGrainedActivationOffloadingInterface, unseen
 from tests.ops.contract import needs_native
@@ -134,6 +135,23 @@ def test_what_hides_is_swapped_and_told(
     check_same(ours, stock)
     assert capsys.readouterr().out.count("swap_attention: 3 of 4 modules are swapped") == 1
     assert stock[-1][1] - ours[-1][1] >= (LAYERS - 1) * 2 * SCORES
+
+
+def test_a_pass_that_stops_half_way_is_nothing_to_plan_by(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap_attention, "rate_of", lambda swap: 1e30)
+    with one_rank(swap_attention=True, swap_attention_modules="self_attention"):
+        module = block(LAYERS)
+        several(module, FIRST_TIMED)
+        last = module.layers[-1]
+        forward, last.forward = last.forward, lambda *args, **kwargs: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            gradients(module)
+        last.forward = forward
+        assert "swapped" not in capsys.readouterr().out
+        several(module, 2)
+    assert "swap_attention: 3 of 4 modules are swapped" in capsys.readouterr().out
 
 
 def test_an_error_in_a_layer_leaves_nothing_open() -> None:

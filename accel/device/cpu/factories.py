@@ -65,9 +65,11 @@ def tensor_to(to: Callable[..., Any]) -> Callable[..., Any]:
             asked = args[0] if args else None
             if isinstance(asked, (str, int, torch.device)):
                 args = (host(asked), *args[1:])
+        if _is_cpu(asked) and addressed():
+            return _own_copy(self, functools.partial(to, self, *args, **kwargs))
         out = to(self, *args, **kwargs)
         if _is_cpu(asked):
-            return _own_copy(self, out) if addressed() else out
+            return out
         like = kwargs.get("tensor", asked)
         if isinstance(like, torch.Tensor) and not memory.is_pinned(like):
             return _unpinned(out)
@@ -85,8 +87,9 @@ def tensor_cpu(cpu: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(cpu)
     def copy_to_host(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        out = cpu(self, *args, **kwargs)
-        return _own_copy(self, out) if addressed() else out
+        if not addressed():
+            return cpu(self, *args, **kwargs)
+        return _own_copy(self, functools.partial(cpu, self, *args, **kwargs))
 
     return copy_to_host
 
@@ -233,8 +236,7 @@ def _is_cpu(device: Any) -> bool:
     return (isinstance(device, torch.device) and device.type == "cpu") or device == "cpu"
 
 
-def _own_copy(source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    if out is not source:
-        return out
+def _own_copy(source: torch.Tensor, copy: Callable[[], torch.Tensor]) -> torch.Tensor:
     with memory.uncounted():  # not the device's: from there .cuda() is a copy again
-        return out.clone()
+        out = copy()
+        return out.clone() if out is source else out
