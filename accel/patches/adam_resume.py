@@ -168,8 +168,8 @@ def with_a_step_count(state_dict: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def counted_by_group(optimizer: Any, saved: Any, steps: float = 0) -> Any:
-    """As the Adam of Apex or Transformer Engine has it, where one is installed and this one is torch's or derives
-    from it: the step count is in groups, in no state, and groups have `bias_correction`."""
+    """As the Adam of Apex or Transformer Engine has it, where one is installed and this one is torch's: the
+    step count is in groups, in no state, and groups have `bias_correction`."""
     from megatron.core.optimizer import distrib_optimizer
 
     if distrib_optimizer.HAVE_APEX_OR_TE and isinstance(optimizer, torch.optim.Adam):
