@@ -165,9 +165,10 @@ class Applied:
                 continue
             if id(c.new) not in swaps or _has_aliases(c.raw):
                 swaps[id(c.new)] = (c.new, c.raw)
-        for module, name, (_, before) in aliases(swaps, self.scope):
-            if (module.__name__, name) not in self.own_copies:
-                _set(module, name, before)
+        for scope in (self.scope, None):
+            for module, name, (_, before) in aliases(swaps, scope):
+                if (module.__name__, name) not in self.own_copies:
+                    _set(module, name, before)
         self.changes.clear()
         self.bindings.clear()
 
@@ -269,7 +270,9 @@ def apply(patches: Iterable[Patch], *, scope: Sequence[str] = ("megatron",)) -> 
     changes = plan(patches)
     applied = Applied(changes=changes, scope=tuple(scope))
     new = {id(c.new): (c.new, None) for c in changes if _has_aliases(c.new)}
-    applied.own_copies = {(m.__name__, name) for m, name, _ in aliases(new, applied.scope)}
+    applied.own_copies = {
+        (m.__name__, name) for scope in (applied.scope, None) for m, name, _ in aliases(new, scope)
+    }
     try:
         for c in changes:
             _bind(applied, c.owner, c.name, c.new)
@@ -427,14 +430,18 @@ def _has_aliases(value: Any) -> bool:
 
 
 def aliases(
-    swaps: Mapping[int, tuple[Any, Any]], scope: tuple[str, ...]
+    swaps: Mapping[int, tuple[Any, Any]], scope: tuple[str, ...] | None
 ) -> Iterable[tuple[types.ModuleType, str, tuple[Any, Any]]]:
     """Every module-level name in ``scope`` that is bound to the first object of one of the
-    ``swaps``."""
+    ``swaps``; None: in all modules but accel's and lazy ones, which this would import."""
     if not swaps:
         return
     for module_name, module in list(sys.modules.items()):
-        if not isinstance(module, types.ModuleType) or module_name.partition(".")[0] not in scope:
+        package = module_name.partition(".")[0]
+        if scope is None:
+            if type(module) is not types.ModuleType or package == "accel":
+                continue
+        elif not isinstance(module, types.ModuleType) or package not in scope:
             continue
         for name, value in list(vars(module).items()):  # vars(): never runs a module __getattr__
             swap = swaps.get(id(value))

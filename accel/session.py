@@ -107,15 +107,15 @@ class Session:
         args: Any = None,
         late: bool = False,
     ) -> None:
-        """Replace the set of active features. On any error accel leaves the process as it found it; where
-        features were on and nothing has changed yet, it leaves those.
+        """Replace the set of active features. An error before anything has changed leaves all as it is: the
+        features that are on, or accel waiting for a next start, as in a notebook. Any other takes accel back.
 
         Args:
             wishes: feature name -> True, a value, False or None, and the values of settings.
             args: Megatron's, once they are final; None in a program without a command line.
             late: they were final before features were chosen: see `Context`.
         """
-        untouched = bool(self.choices)
+        untouched = bool(self.choices) or not late
         try:
             version = megatron_version()
             if version is None:

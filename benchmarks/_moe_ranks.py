@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from functools import partial
@@ -323,12 +324,7 @@ def gpt(quick: bool, skewed: bool = False) -> dict[str, Any]:
     for _ in range(rounds):
         for side in sides:
             seconds[side].append(step(side))
-    error = torch.tensor(
-        max(
-            float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
-            for a, b in zip(gradients[OURS], gradients[STOCK], strict=True)
-        )
-    )
+    error = torch.tensor(largest_difference(gradients[OURS], gradients[STOCK]))
     dist.all_reduce(error, dist.ReduceOp.MAX)
     return {
         "shape": f"GPT of {shape.layers} layers, sequence {shape.length}, {shape.sizes}",
@@ -337,6 +333,15 @@ def gpt(quick: bool, skewed: bool = False) -> dict[str, Any]:
         "error": float(error),
         "loads": loads,
     }
+
+
+def largest_difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """Of its tensor's largest element; infinite where it is no number, which no maximum would keep."""
+    each = [
+        (a - b).abs().max() / b.abs().max().clamp_min(1e-30)
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    return float(torch.stack(each).nan_to_num(math.inf, math.inf).max())
 
 
 def longest_of(model: Any) -> float:

@@ -98,6 +98,21 @@ def test_modules_imported_while_patched_are_put_right(upstream: types.SimpleName
     assert late.f is original
 
 
+def test_a_users_module_imported_while_patched_is_put_right(
+    upstream: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, ours = upstream.victim.f, upstream.ours.new_f
+    late, own = types.ModuleType("somebodys_loop"), types.ModuleType("somebodys_own")
+    for module in (late, own):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    own.f = ours
+    with applied(patch("f", "new_f")):
+        late.f = upstream.victim.f
+        assert late.f is ours
+    assert late.f is original
+    assert own.f is upstream.ours.new_f is ours, "it was there before"
+
+
 def test_replacement_goes_below_wraps_which_nest_in_order(upstream: types.SimpleNamespace) -> None:
     wraps = [patch("f", "loud", how="wrap"), patch("f", "louder", how="wrap")]
     with applied(*wraps, patch("f", "new_f")):

@@ -154,6 +154,17 @@ def test_an_error_before_anything_changed_leaves_what_is_on() -> None:
     assert vars(torch_norm)["WrappedTorchNorm"] is norm
 
 
+def test_a_start_that_failed_may_be_tried_again() -> None:
+    """As in a notebook, where the import before it is not repeated."""
+    SESSION.attach()
+    hooks = SESSION._hooks
+    with pytest.raises(ValueError, match="memory"):
+        SESSION.apply(preset="exact", wishes={"memory_budget": "x"})
+    assert SESSION._hooks is hooks
+    SESSION.apply(preset="exact", wishes={})
+    assert accel.status()["features"]["norm"]["state"] == "active"
+
+
 def test_features_that_cannot_be_unpatched_stay_switched_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

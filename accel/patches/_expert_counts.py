@@ -15,7 +15,7 @@ from accel.parallel.experts import load
 from accel.parallel.experts.load import LayerLoad, Recorder
 from accel.patching import Patch
 
-__all__ = ["DROPPING", "ROUTING", "captured_routers", "layer_of", "of_all_ranks"]
+__all__ = ["DROPPING", "ROUTING", "layer_of", "of_all_ranks", "uncounted_routers"]
 
 _HERE = "accel.patches._expert_counts"
 _MOE = "megatron.core.transformer.moe"
@@ -87,8 +87,15 @@ def of_all_ranks(recorder: Recorder, args: Any) -> list[LayerLoad]:
     return load.loads(packed, args.num_experts)
 
 
-def captured_routers(args: Any) -> str | None:
-    """Why routers cannot be counted: CUDA graphs replay them."""
+def uncounted_routers(args: Any) -> str | None:
+    """Why routers cannot be counted: CUDA graphs replay them, or layers of two kinds have one number."""
+    patterns = (getattr(args, f"hybrid_{name}_pattern", None) for name in ("layer", "override"))
+    for pattern in filter(None, patterns):
+        if "E" in pattern.partition("/")[2]:
+            return (
+                f"a hybrid model of the pattern {pattern!r}: its experts of multi-token prediction have the "
+                "numbers of the decoder's"
+            )
     impl = getattr(args, "cuda_graph_impl", "none")
     if impl in (None, "none"):
         return None

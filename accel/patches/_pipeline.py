@@ -154,9 +154,30 @@ def _schedule(
     )
     schedule = with_transfers(made) if made.compute_only else made
     validate(schedule)
+    _check_order(schedule)
     for own in () if forward_only else schedule.ranks:
         completing([action for action in own if action.kind in _BACKWARDS])
     return schedule
+
+
+def _check_order(schedule: Schedule) -> None:
+    """Data comes in the order of a rank's forward passes, and gradients add up in that of its backward ones.
+
+    Raises:
+        ValueError: a chunk has passes of one kind that are not in the order of the micro-batches.
+    """
+    for rank, own in enumerate(schedule.ranks):
+        last: dict[tuple[Kind, int], Action] = {}
+        for action in own:
+            if not action.kind.computes:
+                continue
+            before = last.setdefault((action.kind, action.chunk), action)
+            if action.micro_batch < before.micro_batch:
+                raise ValueError(
+                    f"rank {rank}, {action}: comes behind {before}: each chunk takes the micro-batches of a "
+                    "step in their order, as its data comes and its gradients add up"
+                )
+            last[action.kind, action.chunk] = action
 
 
 def scheduled(get_forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:

@@ -41,6 +41,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -178,6 +179,8 @@ def attend_over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             scale_of(self), kernel=layer.attention is not None, **dropout_of(self, query.device)
         )
         ring = ring_settings().of_layer(self.layer_number)
+        if by_batch and groups is not None:  # of any size
+            ring = replace(ring, window=math.gcd(ring.window, groups.ranks_by_keys))
         if layer.attention is not None:
             value = values_apart(query, key, value, self.config)
         if groups is None:

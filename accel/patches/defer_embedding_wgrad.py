@@ -1,7 +1,7 @@
 """``--defer-embedding-wgrad-compute``: the output layer's gradient is there before it is reduced.
 
 Upstream computes that gradient after the last backward pass of the pipeline, from inputs and gradients that
-it has kept. Five things are wrong there, three of them without a word:
+it has kept. Six things are wrong there, four of them without a word:
 
 ``--overlap-grad-reduce``  the bucket with the weight is reduced when its backward passes have run, before the
                            gradient is there. Here the reduction begins after it.
@@ -11,6 +11,8 @@ it has kept. Five things are wrong there, three of them without a word:
 the local spec             asks every column-parallel layer for a list that only the output layer was given.
                            Here the others have one that keeps nothing.
 a single micro-batch       stops upstream's loop over the gradients, which is written for two and more.
+a step that raises         leaves gradients, which are paired with the inputs of the next step. Here each step
+                           begins without.
 evaluation                 keeps all inputs of the output layer until the next training step. Here it keeps
                            none.
 """
@@ -112,6 +114,21 @@ def when_all_are_there(upstream: Callable[..., None]) -> Callable[..., None]:
     return start
 
 
+def with_its_gradients(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``clear_embedding_activation_buffer``, which a step begins with."""
+
+    @functools.wraps(upstream)
+    def clear(*args: Any, **kwargs: Any) -> Any:
+        module = upstream(*args, **kwargs)
+        weights = () if module is None else module.parameters()
+        for deferred in filter(None, map(Deferred.of, weights)):
+            deferred.gradients.clear()
+            deferred.reduction = None
+        return module
+
+    return clear
+
+
 def then_reducing(upstream: Callable[..., None]) -> Callable[..., None]:
     """Wraps ``drain_embedding_wgrad_compute``."""
 
@@ -184,6 +201,13 @@ FEATURE = Feature(
             replacement=f"{_HERE}:when_all_are_there",
             how="wrap",
             why="Upstream reduces a bucket without the gradient that is put off.",
+        ),
+        Patch(
+            target="megatron.core.pipeline_parallel.schedules:clear_embedding_activation_buffer",
+            replacement=f"{_HERE}:with_its_gradients",
+            how="wrap",
+            expects=("config", "model", "is_last_stage"),
+            why="Gradients of a step that raised are paired with the inputs of the next.",
         ),
         Patch(
             target="megatron.core.utils:drain_embedding_wgrad_compute",

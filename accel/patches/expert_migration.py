@@ -34,7 +34,7 @@ from accel.parallel.experts import load
 from accel.parallel.experts.load import LayerLoad, Recorder
 from accel.parallel.experts.migration import bring, new_order
 from accel.parallel.experts.plan import longest_over_mean, moving_average, plan_migration
-from accel.patches._expert_counts import ROUTING, captured_routers, layer_of, of_all_ranks
+from accel.patches._expert_counts import ROUTING, layer_of, of_all_ranks, uncounted_routers
 from accel.patches._param_states import ParamStates
 from accel.patches._settings import whole_number
 from accel.patching import Patch
@@ -233,7 +233,7 @@ def refused(context: Context) -> str | None:
     ):
         if getattr(args, name, None):
             return f"not with --{name.replace('_', '-')}"
-    return captured_routers(args)
+    return uncounted_routers(args)
 
 
 def idle(context: Context) -> str | None:

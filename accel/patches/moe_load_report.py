@@ -38,7 +38,7 @@ import torch
 from accel.feature import Context, Feature, Setting
 from accel.parallel.experts import load
 from accel.parallel.experts.load import LayerLoad, Recorder
-from accel.patches._expert_counts import DROPPING, ROUTING, captured_routers, of_all_ranks
+from accel.patches._expert_counts import DROPPING, ROUTING, of_all_ranks, uncounted_routers
 from accel.patches._settings import whole_number
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
@@ -154,7 +154,7 @@ def _prepare(context: Context) -> Sequence[str]:
 
 
 def _refuses(context: Context) -> str | None:
-    return captured_routers(context.args)
+    return uncounted_routers(context.args)
 
 
 def _idle(context: Context) -> str | None:

@@ -16,8 +16,8 @@ optimizer, pipelines. Results are stock's where the product of some rows has the
 the product of all.
 
 **Not with** ``--overlap-moe-expert-parallel-comm``, which hides the same all-to-alls under another
-micro-batch, experts that are split over tensor-parallel ranks, biases, FP8, CUDA graphs, frozen experts or
-hooks on them: those layers run as stock's, and a line says why.
+micro-batch, experts that are split over tensor-parallel ranks, biases, FP8, CUDA graphs, autocast, or experts
+that are frozen or have hooks on one of the ranks: those layers run as stock's, and a line says why.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel.feature import Context, Feature, Setting
+from accel.ops._autocast import autocasts
 from accel.ops._dispatch import log_fallback
 from accel.parallel.experts import overlap
 from accel.parallel.experts.exchange import routed_experts
@@ -50,8 +51,11 @@ _RELIEVED: weakref.WeakSet[Any] = weakref.WeakSet()
 """Layers whose dispatcher does not compute the shared experts."""
 
 
+_NOTHING = object()
+
+
 def unserved(layer: Any) -> str | None:
-    """Why an MoE layer runs as stock's."""
+    """Why an MoE layer runs as stock's, whatever its experts are."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     config, dispatcher = layer.config, layer.token_dispatcher
@@ -73,15 +77,33 @@ def unserved(layer: Any) -> str | None:
         return f"--cuda-graph-impl {config.cuda_graph_impl}"
     if config.transformer_impl == "inference_optimized":
         return "--transformer-impl inference_optimized"
-    return _experts.reason(layer.experts)
+    if autocasts(next(layer.parameters())):
+        return "autocast"
+    return None
 
 
 def served(layer: Any) -> bool:
-    if layer.token_dispatcher.ep_size == 1:
+    """The same on all expert-parallel ranks, where one may have frozen experts, or hooks on them."""
+    dispatcher = layer.token_dispatcher
+    if dispatcher.ep_size == 1:
         return False
-    if (why := unserved(layer)) is not None:
+    if (why := unserved(layer)) is None:
+        here = _experts.reason(layer.experts)
+        found_before, why = getattr(layer, "accel_agreed", (_NOTHING, None))
+        if found_before != here:
+            why = _agreed(here, dispatcher.ep_group, next(layer.parameters()).device)
+            layer.accel_agreed = here, why
+    if why is not None:
         log_fallback("moe_overlap", why)
     return why is None
+
+
+def _agreed(here: str | None, group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """What keeps a layer from being served on one of the ranks, of which all ask when they find another
+    reason than before."""
+    unserved_ranks = torch.tensor(here is not None, dtype=torch.int32, device=device)
+    dist.all_reduce(unserved_ranks, group=group)
+    return here or ("experts of another rank" if unserved_ranks.item() else None)
 
 
 def counting_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -91,7 +113,7 @@ def counting_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def preprocess(self: Any, routing_map: Tensor) -> Tensor:
         self.accel_counts = None
-        if self.ep_size == 1 or self.tp_size > 1 or self.config.moe_router_padding_for_quantization:
+        if self.ep_size == 1 or not getattr(self, "accel_serves", True):
             return original(self, routing_map)
         if self.drop_and_pad:
             found = original(self, routing_map)
@@ -122,7 +144,9 @@ def counting_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _room(config: Any, rows: Tensor) -> int:
     """How many more rows an MLP of the experts can take: each with its result, and what lies between."""
-    numbers = 2 * config.hidden_size + 3 * config.moe_ffn_hidden_size
+    width = getattr(config, "moe_latent_size", None) or config.hidden_size
+    between = 3 if config.gated_linear_unit else 2
+    numbers = 2 * width + between * config.moe_ffn_hidden_size
     return free_bytes(rows.device) // (numbers * config.params_dtype.itemsize)
 
 
@@ -132,12 +156,14 @@ def beside_the_journey(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
         self.accel_beside = None
-        self.token_dispatcher.accel_layer = self.layer_number
+        dispatcher = self.token_dispatcher
+        dispatcher.accel_layer = self.layer_number
+        dispatcher.accel_serves = serves = served(self)
         if self.use_shared_expert and self.shared_expert_overlap:
             # upstream's own way is for its all-to-alls
-            self.token_dispatcher.shared_experts = None if served(self) else self.shared_experts
+            dispatcher.shared_experts = None if serves else self.shared_experts
             _RELIEVED.add(self)
-        if not self.use_shared_expert or not served(self):
+        if not self.use_shared_expert or not serves:
             return original(self, hidden_states)
         whole = _whole_shared if self.shared_expert_overlap else original
         self.accel_beside = (functools.partial(whole, self), hidden_states)
@@ -182,7 +208,7 @@ def there_and_back(original: Callable[..., Any]) -> Callable[..., Any]:
         plan, loan = overlap.current(), getattr(self, "accel_loan", None)
         self.accel_loan = None
         traffic = plan.traffic(dispatcher.accel_counts, group, experts, loan)
-        if plan.hot is not None and self.training:
+        if plan.hot is not None and self.training and self.router.layer_number is not None:
             plan.hot.note(layer_of(self.router), traffic, group, experts)
         output, shared = routed_experts(
             hidden_states, probs, traffic, group, experts, beside, beside_input, loan

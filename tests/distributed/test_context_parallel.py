@@ -442,3 +442,40 @@ def test_upstreams_attention_does_not_run_on_its_own_keys_once_the_feature_is_of
     off()
     with pytest.raises(RuntimeError, match="over 2 ranks, would see the keys of its own"):
         module(x)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_batchs_own_group_takes_the_largest_window_that_fits() -> None:
+    """With `--hybrid-context-parallel` groups have any size."""
+
+    def upstreams(*args: Any) -> Tensor:
+        raise AssertionError("of a rank's own keys alone")
+
+    x = torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(3)).repeat(8, 1, 1)
+    module = SimpleNamespace(
+        scale_mask_softmax=SimpleNamespace(window_size=None, scale=None),
+        softmax_scale=0.5,
+        softmax_offset=None,
+        attention_dropout=SimpleNamespace(training=False, p=0.0),
+        attn_mask_type=SimpleNamespace(name="causal"),
+        layer_number=1,
+        config=None,
+    )
+    starts = torch.tensor([0, 16], dtype=torch.int32)
+    packed = SimpleNamespace(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        cu_seqlens_q_padded=None,
+        cu_seqlens_kv_padded=None,
+        cp_group=dist.group.WORLD,
+        local_cp_size=2,
+    )
+    forward = context_parallel.attend_over_ranks(upstreams)
+    found = []
+    for window in (1, 4):
+        off = context_parallel.switch_on(window=window)
+        mine = x[:8]
+        found.append(forward(module, mine, mine, mine, None, packed_seq_params=packed))
+        off()
+    assert torch.equal(*found)

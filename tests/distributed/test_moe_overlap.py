@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from accel.parallel.experts.exchange import Loan
 from accel.parallel.experts.plan import Copy
+from accel.patches import _experts, moe_overlap
 
 from .against_stock import FreshStore, check_training
 
@@ -137,3 +139,17 @@ def test_upstreams_own_overlap_runs_without_transformer_engine(
     flags: str, fresh_store: FreshStore
 ) -> None:
     check_training("moe", f"{EP2} {GROUPED}", flags.split(), [], fresh_store)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_experts_that_one_rank_cannot_serve_run_as_stocks_on_both(
+    fresh_store: FreshStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen, or with hooks, there alone: the ranks would post different collectives."""
+    reason, first, routed = _experts.reason, os.environ["RANK"] == "0", []
+    monkeypatch.setattr(_experts, "reason", lambda m: "frozen experts" if first else reason(m))
+    monkeypatch.setattr(moe_overlap, "routed_experts", lambda *args: routed.append(args))
+    check_training(
+        "moe", LAYOUTS["shared_experts_in_steps"], HOT, STOCK, fresh_store, 1e-6, bf16=False
+    )
+    assert not routed

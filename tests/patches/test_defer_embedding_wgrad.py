@@ -156,3 +156,16 @@ def test_not_with_multi_token_prediction(put_off: bool, mtp: int | None, lines: 
 
 def test_programs_without_a_command_line_may_put_it_off():
     assert feature.FEATURE.idle(Context("cpu", "0.19.2")) is None
+
+
+def test_a_step_begins_with_no_gradients_of_one_that_raised():
+    model = torch.nn.Module()
+    model.output_layer = torch.nn.Linear(2, 2)
+    kept = [torch.ones(2)]
+    deferred = Deferred(kept, lambda: None)
+    setattr(model.output_layer.weight, feature._ATTRIBUTE, deferred)
+    for found in (None, model):
+        clear = feature.with_its_gradients(lambda config, model, last: model)
+        assert clear(None, found, True) is found
+        assert len(kept) == (found is None)
+    assert deferred.reduction is None

@@ -497,3 +497,11 @@ def test_a_picture_of_many_layers_and_experts(tmp_path: Path) -> None:
     load.to_png(layers, tmp_path / "map.png", "rows of experts, iteration 7")
     load.to_png([TWO_EXPERTS], tmp_path / "one.png", "one layer")
     assert (tmp_path / "map.png").stat().st_size < 200_000
+
+
+@pytest.mark.parametrize(
+    ("pattern", "refused"), [("ME/ME", True), ("ME/MM", False), ("ME", False), (None, False)]
+)
+def test_experts_that_share_a_number_are_refused(pattern: str | None, refused: bool) -> None:
+    reason = FEATURE.refuses(context(hybrid_layer_pattern=pattern))
+    assert ("have the numbers of the decoder's" in (reason or "")) == refused

@@ -244,3 +244,51 @@ def test_a_rank_is_that_of_the_dispatchers_group(monkeypatch: pytest.MonkeyPatch
     assert dispatcher.num_out_tokens == 4
     assert dispatcher.input_splits.tolist() == [2, 2]
     assert dispatcher.output_splits.tolist() == [3, 2]
+
+
+def test_autocast_is_left_to_stock() -> None:
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    dispatcher = object.__new__(MoEAlltoAllTokenDispatcher)
+    dispatcher.tp_size = 1
+    config = SimpleNamespace(
+        moe_router_padding_for_quantization=False, transformer_impl="transformer_engine"
+    )
+    layer = SimpleNamespace(
+        config=config,
+        token_dispatcher=dispatcher,
+        parameters=lambda: iter([torch.ones(1)]),
+    )
+    assert moe_overlap.unserved(layer) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert moe_overlap.unserved(layer) == "autocast"
+
+
+def test_a_layer_that_runs_as_stock_is_counted_as_stock() -> None:
+    """Its routing may be part of a CUDA graph, which must not wait for the host."""
+    dispatcher = SimpleNamespace(ep_size=2, accel_serves=False)
+    found = moe_overlap.counting_all(lambda self, routing_map: "stock")(dispatcher, torch.ones(1))
+    assert found == "stock"
+    assert dispatcher.accel_counts is None
+
+
+@pytest.mark.parametrize(
+    ("given", "numbers"),
+    [
+        ({}, 2 * 64 + 3 * 16),
+        ({"moe_latent_size": 8}, 2 * 8 + 3 * 16),
+        ({"gated": False}, 2 * 64 + 32),
+    ],
+)
+def test_rows_that_fit(
+    given: dict[str, Any], numbers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moe_overlap, "free_bytes", lambda device: 100 * numbers * 4)
+    config = SimpleNamespace(
+        hidden_size=64,
+        moe_ffn_hidden_size=16,
+        moe_latent_size=given.get("moe_latent_size"),
+        gated_linear_unit=given.get("gated", True),
+        params_dtype=torch.float32,
+    )
+    assert moe_overlap._room(config, torch.ones(1)) == 100

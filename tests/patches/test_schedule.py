@@ -132,6 +132,27 @@ def test_a_file_is_a_schedule_of_its_counts(tmp_path: Path) -> None:
     assert "not with --use-megatron-fsdp" in str(fsdp)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "line"),
+    [
+        (["F0 F1 B1 B0", "F1 B1 F0 B0"], "rank 0, backward(micro-batch 0, chunk 0): comes behind"),
+        (["F1 F0 B0 B1", "F0 B0 F1 B1"], "rank 0, forward(micro-batch 0, chunk 0): comes behind"),
+        (["F0 F1 B0 B1", "F0 F1 B0 B1"], None),
+    ],
+)
+def test_a_file_takes_micro_batches_in_their_order(
+    ranks: list[str], line: str | None, tmp_path: Path
+) -> None:
+    """Data comes in the order of the forward passes, whatever they are called."""
+    kinds = {"F": "forward", "B": "backward"}
+    rows = [[[kinds[a[0]], int(a[1]), 0] for a in own.split()] for own in ranks]
+    path = tmp_path / "mine.json"
+    counts = {"num_ranks": 2, "num_chunks": 1, "num_micro_batches": 2, "placement": "loop"}
+    path.write_text(json.dumps({**counts, "ranks": rows}))
+    reason = schedule.FEATURE.refuses(context(accel_schedule=str(path), global_batch_size=2))
+    assert (reason is None) if line is None else line in str(reason)
+
+
 def test_a_file_that_lacks_a_receive_names_it(tmp_path: Path) -> None:
     data = with_transfers(named("zb-v", 2, 2, 8)).to_dict()
     data["ranks"][1].remove(["receive_forward", 3, 0])
