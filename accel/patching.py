@@ -23,7 +23,7 @@ import inspect
 import sys
 import textwrap
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -126,6 +126,8 @@ class Applied:
     changes: list[Change] = field(default_factory=list)
     bindings: list[Binding] = field(default_factory=list)
     scope: tuple[str, ...] = ()
+    known: frozenset[str] = frozenset()
+    """Modules that had been imported before."""
     own_copies: set[tuple[str, str]] = field(default_factory=set)
     """(module, name) of what was bound to one of the replacements before: somebody else's business."""
 
@@ -165,10 +167,13 @@ class Applied:
                 continue
             if id(c.new) not in swaps or _has_aliases(c.raw):
                 swaps[id(c.new)] = (c.new, c.raw)
-        for scope in (self.scope, None):
-            for module, name, (_, before) in aliases(swaps, scope):
-                if (module.__name__, name) not in self.own_copies:
-                    _set(module, name, before)
+        for module, name, (_, before) in aliases(swaps, self.scope):
+            if (module.__name__, name) not in self.own_copies:
+                _set(module, name, before)
+        # Elsewhere accel's own ops may be meant as such, by whatever name accel's layers know them.
+        swaps = {key: swap for key, swap in swaps.items() if not _is_public(swap[0])}
+        for module, name, (_, before) in _copies(swaps, _imported_since(self.known, self.scope)):
+            _set(module, name, before)
         self.changes.clear()
         self.bindings.clear()
 
@@ -268,11 +273,9 @@ def apply(patches: Iterable[Patch], *, scope: Sequence[str] = ("megatron",)) -> 
         PatchError: on any problem; then nothing has been changed.
     """
     changes = plan(patches)
-    applied = Applied(changes=changes, scope=tuple(scope))
+    applied = Applied(changes=changes, scope=tuple(scope), known=frozenset(sys.modules))
     new = {id(c.new): (c.new, None) for c in changes if _has_aliases(c.new)}
-    applied.own_copies = {
-        (m.__name__, name) for scope in (applied.scope, None) for m, name, _ in aliases(new, scope)
-    }
+    applied.own_copies = {(m.__name__, name) for m, name, _ in aliases(new, applied.scope)}
     try:
         for c in changes:
             _bind(applied, c.owner, c.name, c.new)
@@ -423,6 +426,10 @@ def _set(owner: Any, name: str, value: Any) -> None:
         setattr(owner, name, value)
 
 
+def _is_public(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).startswith(("accel.ops", "accel.layers"))
+
+
 def _has_aliases(value: Any) -> bool:
     """Constants such as False are shared by everybody; only what has an identity of its own is
     swept."""
@@ -430,20 +437,32 @@ def _has_aliases(value: Any) -> bool:
 
 
 def aliases(
-    swaps: Mapping[int, tuple[Any, Any]], scope: tuple[str, ...] | None
+    swaps: Mapping[int, tuple[Any, Any]], scope: tuple[str, ...]
 ) -> Iterable[tuple[types.ModuleType, str, tuple[Any, Any]]]:
     """Every module-level name in ``scope`` that is bound to the first object of one of the
-    ``swaps``; None: in all modules but accel's and lazy ones, which this would import."""
-    if not swaps:
-        return
-    for module_name, module in list(sys.modules.items()):
-        package = module_name.partition(".")[0]
-        if scope is None:
-            if type(module) is not types.ModuleType or package == "accel":
-                continue
-        elif not isinstance(module, types.ModuleType) or package not in scope:
-            continue
+    ``swaps``."""
+    return _copies(swaps, _within(scope))
+
+
+def _copies(
+    swaps: Mapping[int, tuple[Any, Any]], modules: Iterable[types.ModuleType]
+) -> Iterable[tuple[types.ModuleType, str, tuple[Any, Any]]]:
+    for module in modules if swaps else ():
         for name, value in list(vars(module).items()):  # vars(): never runs a module __getattr__
             swap = swaps.get(id(value))
             if swap is not None and swap[0] is value:
                 yield module, name, swap
+
+
+def _within(scope: tuple[str, ...]) -> Iterator[types.ModuleType]:
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, types.ModuleType) and name.partition(".")[0] in scope:
+            yield module
+
+
+def _imported_since(known: frozenset[str], scope: tuple[str, ...]) -> Iterator[types.ModuleType]:
+    """Those beyond the scope; none of accel's, and no lazy ones, which would be imported by this."""
+    for name, module in list(sys.modules.items()):
+        beyond = name.partition(".")[0] not in (*scope, "accel")
+        if beyond and name not in known and type(module) is types.ModuleType:
+            yield module

@@ -83,6 +83,7 @@ class Session:
         self._check(options)
         if options.get("device") not in (None, "auto", self.device and self.device.name):
             self.disable()
+        was_attached = self._attached
         self.attach(options.get("device"))
         self.apply(
             preset=options.get("preset", "fast"),
@@ -91,6 +92,7 @@ class Session:
             allow_untested=bool(options.get("allow_untested_megatron", False)),
             args=_with_wishes(_final_args(), options),
             late=True,
+            attached_now=not was_attached,
         )
         for c in self.choices:  # nobody prints the table
             if c.asked == "flag" and c.state != "active":
@@ -106,16 +108,18 @@ class Session:
         allow_untested: bool = False,
         args: Any = None,
         late: bool = False,
+        attached_now: bool = False,
     ) -> None:
-        """Replace the set of active features. An error before anything has changed leaves all as it is: the
-        features that are on, or accel waiting for a next start, as in a notebook. Any other takes accel back.
+        """Replace the set of active features. An error before anything has changed leaves the features that
+        are on, and accel waiting for the next start, as in a notebook. Any other takes accel back.
 
         Args:
             wishes: feature name -> True, a value, False or None, and the values of settings.
             args: Megatron's, once they are final; None in a program without a command line.
             late: they were final before features were chosen: see `Context`.
+            attached_now: for this call, so that accel is taken back on any error.
         """
-        untouched = bool(self.choices) or not late
+        untouched = bool(self.choices) or not attached_now
         try:
             version = megatron_version()
             if version is None:

@@ -98,18 +98,21 @@ def test_modules_imported_while_patched_are_put_right(upstream: types.SimpleName
     assert late.f is original
 
 
+@pytest.mark.parametrize("module_of_ours", ["accel.patches.some", "accel.ops.some"])
 def test_a_users_module_imported_while_patched_is_put_right(
-    upstream: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    module_of_ours: str, upstream: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Which may have wanted an op of accel's for itself."""
     original, ours = upstream.victim.f, upstream.ours.new_f
     late, own = types.ModuleType("somebodys_loop"), types.ModuleType("somebodys_own")
-    for module in (late, own):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, own.__name__, own)
     own.f = ours
+    ours.__module__ = module_of_ours
     with applied(patch("f", "new_f")):
+        monkeypatch.setitem(sys.modules, late.__name__, late)
         late.f = upstream.victim.f
         assert late.f is ours
-    assert late.f is original
+    assert (late.f is original) == (module_of_ours == "accel.patches.some")
     assert own.f is upstream.ours.new_f is ours, "it was there before"
 
 

@@ -160,6 +160,9 @@ def test_a_start_that_failed_may_be_tried_again() -> None:
     hooks = SESSION._hooks
     with pytest.raises(ValueError, match="memory"):
         SESSION.apply(preset="exact", wishes={"memory_budget": "x"})
+    with pytest.raises(ValueError, match="memory"):
+        accel.enable(memory_budget="x")
+    assert SESSION._attached
     assert SESSION._hooks is hooks
     SESSION.apply(preset="exact", wishes={})
     assert accel.status()["features"]["norm"]["state"] == "active"

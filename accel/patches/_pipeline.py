@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -160,24 +161,31 @@ def _schedule(
     return schedule
 
 
+_ORDERED = (
+    {Kind.FORWARD},
+    {Kind.BACKWARD, Kind.BACKWARD_INPUT},
+    {Kind.BACKWARD, Kind.BACKWARD_WEIGHT},
+)
+
+
 def _check_order(schedule: Schedule) -> None:
     """Data comes in the order of a rank's forward passes, and gradients add up in that of its backward ones.
 
     Raises:
         ValueError: a chunk has passes of one kind that are not in the order of the micro-batches.
     """
-    for rank, own in enumerate(schedule.ranks):
-        last: dict[tuple[Kind, int], Action] = {}
+    for (rank, own), kinds in itertools.product(enumerate(schedule.ranks), _ORDERED):
+        last: dict[int, Action] = {}
         for action in own:
-            if not action.kind.computes:
+            if action.kind not in kinds:
                 continue
-            before = last.setdefault((action.kind, action.chunk), action)
+            before = last.get(action.chunk, action)
             if action.micro_batch < before.micro_batch:
                 raise ValueError(
                     f"rank {rank}, {action}: comes behind {before}: each chunk takes the micro-batches of a "
                     "step in their order, as its data comes and its gradients add up"
                 )
-            last[action.kind, action.chunk] = action
+            last[action.chunk] = action
 
 
 def scheduled(get_forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:

@@ -177,7 +177,7 @@ def counted_by_group(optimizer: Any, saved: Any, steps: float = 0) -> Any:
         step = int(max(counts, default=steps))
         inner = saved["optimizer"]
         for group in inner["param_groups"]:
-            group.setdefault("step", step)
+            group["step"] = step if counts else group.get("step", step)
             group.setdefault("bias_correction", True)
         if "state" in inner:
             inner["state"] = {
@@ -318,7 +318,7 @@ def unstarted_loads_step_0(
     def load(self: Any, state_dict: Any) -> None:
         if isinstance(self.optimizer, torch.optim.Adam):
             inner = state_dict.get("optimizer", state_dict)
-            _count_from_0(inner.get("state", {}), inner.get("param_groups", []))
+            count_from_0(inner.get("state", {}), inner.get("param_groups", []))
         load_state_dict(self, state_dict)
 
     return load
@@ -349,7 +349,7 @@ def _counting(init_states: Callable[..., None]) -> Callable[..., None]:
     return init_states_
 
 
-def _count_from_0(states: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
+def count_from_0(states: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
     """Give parameters that lack one the step count of their group, or one of 0.
 
     Raises:

@@ -17,7 +17,8 @@ the product of all.
 
 **Not with** ``--overlap-moe-expert-parallel-comm``, which hides the same all-to-alls under another
 micro-batch, experts that are split over tensor-parallel ranks, biases, FP8, CUDA graphs, autocast, or experts
-that are frozen or have hooks on one of the ranks: those layers run as stock's, and a line says why.
+that are frozen or have hooks on one of the ranks: those layers run as stock's, and a line says why. After a
+layer's first forward pass, experts are to be frozen, thawed or hooked on all ranks at once.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ def served(layer: Any) -> bool:
 
 
 def _agreed(here: str | None, group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """What keeps a layer from being served on one of the ranks, of which all ask when they find another
-    reason than before."""
+    """What keeps a layer from being served on one of the ranks. All ask at its first forward pass, and where
+    they find another reason than before: a change has to come on all of them at once."""
     unserved_ranks = torch.tensor(here is not None, dtype=torch.int32, device=device)
     dist.all_reduce(unserved_ranks, group=group)
     return here or ("experts of another rank" if unserved_ranks.item() else None)
@@ -114,6 +115,9 @@ def counting_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def preprocess(self: Any, routing_map: Tensor) -> Tensor:
         self.accel_counts = None
         if self.ep_size == 1 or not getattr(self, "accel_serves", True):
+            return original(self, routing_map)
+        # a program may call the dispatcher alone
+        if self.tp_size > 1 or self.config.moe_router_padding_for_quantization:
             return original(self, routing_map)
         if self.drop_and_pad:
             found = original(self, routing_map)

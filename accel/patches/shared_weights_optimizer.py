@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accel.memory.pinned import not_on_device
 from accel.memory.precision_aware_adam import MASTER, PrecisionAwareAdam
-from accel.patches.adam_resume import counted_by_group
+from accel.patches.adam_resume import count_from_0, counted_by_group
 
 __all__ = ["SharedWeightsOptimizer"]
 
@@ -112,6 +112,8 @@ class SharedWeightsOptimizer(Float16OptimizerWithFloat16Params):
         found = [[list(m.shape) for m in group] for group in masters or ()]
         if found != expected:
             raise ValueError(f"the checkpoint's fp32 masters {_difference(expected, found)}")
+        inner = state_dict["optimizer"]
+        count_from_0(inner["state"], inner["param_groups"])  # `adam_resume` may be off
         super().load_state_dict({**state_dict, _MAIN_PARAMS[0]: []})
         for group, loaded in zip(self.float16_groups, masters or (), strict=True):
             for param, master in zip(group, loaded, strict=True):

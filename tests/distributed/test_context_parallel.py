@@ -445,7 +445,7 @@ def test_upstreams_attention_does_not_run_on_its_own_keys_once_the_feature_is_of
 
 
 @pytest.mark.distributed(world_size=2)
-def test_a_batchs_own_group_takes_the_largest_window_that_fits() -> None:
+def test_a_batchs_own_group_takes_a_window_that_divides_it() -> None:
     """With `--hybrid-context-parallel` groups have any size."""
 
     def upstreams(*args: Any) -> Tensor:

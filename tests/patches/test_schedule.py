@@ -137,14 +137,20 @@ def test_a_file_is_a_schedule_of_its_counts(tmp_path: Path) -> None:
     [
         (["F0 F1 B1 B0", "F1 B1 F0 B0"], "rank 0, backward(micro-batch 0, chunk 0): comes behind"),
         (["F1 F0 B0 B1", "F0 B0 F1 B1"], "rank 0, forward(micro-batch 0, chunk 0): comes behind"),
-        (["F0 F1 B0 B1", "F0 F1 B0 B1"], None),
+        (["F0 F1 B1 I0 W0", "F0 F1 B1 I0 W0"], "rank 0, backward_input(micro-batch 0, chunk 0)"),
+        (["F0 F1 B0 B1", "F0 F1 B0 I1 W1"], None),
     ],
 )
 def test_a_file_takes_micro_batches_in_their_order(
     ranks: list[str], line: str | None, tmp_path: Path
 ) -> None:
     """Data comes in the order of the forward passes, whatever they are called."""
-    kinds = {"F": "forward", "B": "backward"}
+    kinds = {
+        "F": Kind.FORWARD,
+        "B": Kind.BACKWARD,
+        "I": Kind.BACKWARD_INPUT,
+        "W": Kind.BACKWARD_WEIGHT,
+    }
     rows = [[[kinds[a[0]], int(a[1]), 0] for a in own.split()] for own in ranks]
     path = tmp_path / "mine.json"
     counts = {"num_ranks": 2, "num_chunks": 1, "num_micro_batches": 2, "placement": "loop"}

@@ -18,7 +18,7 @@ from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from accel.patches import shared_weights
 from tests.ops.contract import needs_native
 
-from .test_fused_adamw import HYPER, build, one_rank, one_step
+from .test_fused_adamw import HYPER, build, one_rank, one_step, take_steps
 
 pytestmark = needs_native
 BOTH = pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
@@ -371,3 +371,22 @@ def test_an_fp32_optimizer_stays_as_it_is_and_says_so(caplog: pytest.LogCaptureF
         assert "keeps its own masters: parameters are fp32" in caplog.text
         assert not isinstance(optimizer.chained_optimizers[0].optimizer, PrecisionAwareAdam)
         assert one_step(model, optimizer, 0)[0]
+
+
+def test_a_step_count_by_group_is_loaded_without_adam_resume() -> None:
+    """As stock has it beside Apex and Transformer Engine."""
+    with one_rank(shared_weights=True, adam_resume=False):
+        model, optimizer = build(bf16=True, use_distributed_optimizer=False)
+        take_steps(model, optimizer, range(3))
+        saved = optimizer.state_dict()
+        inner = saved["optimizer"]
+        for group in inner["param_groups"]:
+            group["step"] = 3
+        inner["state"] = {
+            number: {name: value for name, value in state.items() if name != "step"}
+            for number, state in inner["state"].items()
+        }
+        _, resumed = build(bf16=True, use_distributed_optimizer=False)
+        resumed.load_state_dict(saved)
+        states = resumed.chained_optimizers[0].optimizer.state.values()
+    assert {state["step"].item() for state in states} == {3}

@@ -146,7 +146,7 @@ class _Installed(Applied):
 
     @classmethod
     def of(cls, applied: Applied) -> _Installed:
-        return cls(applied.changes, applied.bindings, applied.scope)
+        return cls(**vars(applied))
 
     def undo(self) -> None:
         super().undo()
