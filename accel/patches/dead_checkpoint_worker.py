@@ -3,7 +3,8 @@
 Megatron asks the worker whether a checkpoint is written, not whether there still is a worker. One that was
 killed, for want of memory most often, leaves a checkpoint that is never finished: the training goes on
 without a word, and stops for ever at the next save, or at its end. Here each question, and each wait for the
-worker, ends with an error that says how the worker ended. While it lives nothing changes.
+worker, ends with an error that says how the worker ended. While it lives nothing changes. What cannot be sent
+to it, for want of open files or of /dev/shm, is an error too: Python's queue prints it, and Megatron waits.
 
 **Not for** ``--async-strategy nvrx``, whose worker is that of nvidia-resiliency-ext.
 """
@@ -42,23 +43,56 @@ class CheckpointWorkerDied(RuntimeError):
         )
 
 
-class _Watched:
-    """A queue, as long as its reader lives."""
+class CheckpointNotSent(RuntimeError):
+    """It says why the worker has not got it."""
 
-    def __init__(self, queue: Any, reader: BaseProcess) -> None:
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(
+            f"a checkpoint could not be handed to the worker of --use-persistent-ckpt-worker "
+            f"({type(error).__name__}: {error}): each tensor takes open files (ulimit -n) and memory of "
+            "/dev/shm; leave the flag out, for a new process at each save"
+        )
+
+
+class _Unsent:
+    """Errors of the thread that sends what is put into a queue, which else only prints them."""
+
+    def __init__(self, queue: Any) -> None:
+        self.errors: list[BaseException] = []
+        queue._on_queue_feeder_error = lambda error, item: self.errors.append(error)
+
+    @classmethod
+    def of(cls, queue: Any) -> _Unsent:
+        """Before its first item: the thread takes its handler with it."""
+        if not hasattr(queue, "accel_unsent"):
+            queue.accel_unsent = cls(queue)
+        found: _Unsent = queue.accel_unsent
+        return found
+
+    def check(self) -> None:
+        """Raises CheckpointNotSent."""
+        if self.errors:
+            raise CheckpointNotSent(self.errors[0]) from self.errors[0]
+
+
+class _Watched:
+    """A queue, as long as its reader lives and what was put into the other one is sent."""
+
+    def __init__(self, queue: Any, reader: BaseProcess, unsent: _Unsent) -> None:
         self.put = queue.put
-        self._queue, self._reader = queue, reader
+        self._queue, self._reader, self._unsent = queue, reader, unsent
 
     def join(self) -> None:
         """Wait until all that was put is done with.
 
         Raises:
-            CheckpointWorkerDied: it never will be.
+            CheckpointWorkerDied, CheckpointNotSent: it never will be.
         """
         wait = threading.Thread(target=self._queue.join, daemon=True)
         wait.start()
         while wait.is_alive():
             check(self._reader)
+            self._unsent.check()
             wait.join(SECONDS)
 
 
@@ -78,7 +112,8 @@ def to_a_living_worker(schedule: Callable[..., None]) -> Callable[..., None]:
         if self.process is None:
             self.process = self._get_process(dist.get_rank())
         check(self.process)
-        self._persistent_preload_q = _Watched(self._persistent_preload_q, self.process)
+        unsent = _Unsent.of(self._persistent_queue)
+        self._persistent_preload_q = _Watched(self._persistent_preload_q, self.process, unsent)
         try:
             schedule(self, async_req)
         finally:
@@ -92,6 +127,7 @@ def or_dead(is_current_async_call_done: Callable[..., bool]) -> Callable[..., bo
     @functools.wraps(is_current_async_call_done)
     def is_done(self: Any, blocking: bool = False, no_dist: bool = False) -> bool:
         while self.process and self.cur_item is None:
+            _Unsent.of(self._persistent_queue).check()
             alive = self.process.is_alive()  # before the look: it may write, and then end
             try:
                 self.cur_item = self._persistent_comp_q.get(timeout=SECONDS if blocking else 0)
@@ -110,11 +146,15 @@ def of_a_dead_worker_too(close: Callable[..., None]) -> Callable[..., None]:
     def closed(self: Any, abort: bool = False) -> None:
         if abort or not self.process:
             return close(self, abort)
-        self._persistent_queue = _Watched(self._persistent_queue, self.process)
+        queue = self._persistent_queue
+        self._persistent_queue = _Watched(queue, self.process, _Unsent.of(queue))
         try:
             check(self.process)
             close(self)
-        except CheckpointWorkerDied:  # whoever asked for a checkpoint has heard of it
+        except (
+            CheckpointWorkerDied,
+            CheckpointNotSent,
+        ):  # whoever asked for a checkpoint has heard of it
             close(self, abort=True)
         finally:
             del self._persistent_queue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
 import time
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel import device
-from accel.device.cpu import factories, memory
+from accel.device.cpu import collectives, factories, memory
 from accel.patching import Applied
 
 pytestmark = pytest.mark.skipif(
@@ -147,6 +148,30 @@ def test_device_random_stream_is_saved_and_restored() -> None:
     torch.cuda.set_rng_state(state)
     assert torch.equal(torch.rand(5), first)
     assert torch.cuda.default_generators[0].get_state().numel() == state.numel()
+
+
+def test_default_generators_end() -> None:
+    assert list(itertools.islice(torch.cuda.default_generators, 3)) == [torch.default_generator]
+
+
+def test_marks_for_a_profiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch without CUDA refuses `--profile`."""
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("PyTorch was compiled without CUDA")
+
+    monkeypatch.setattr(torch.autograd.profiler, "_enable_profiler", refuse)
+    with torch.autograd.profiler.emit_nvtx(record_shapes=True) as marks:
+        assert isinstance(marks, torch.autograd.profiler.emit_nvtx)
+
+
+def test_gloos_threads_end_before_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[Any] = []
+    monkeypatch.setattr(collectives.atexit, "register", lambda *call: registered.append(call))
+    collectives._let_threads_end_at_exit.cache_clear()
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
+    assert registered == [(time.sleep, collectives.EXIT_SECONDS)]
 
 
 def test_host_stream_is_apart_for_the_audience_only() -> None:

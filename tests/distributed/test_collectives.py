@@ -109,6 +109,35 @@ def test_coalescing_manager(async_op: bool) -> None:
     assert total.tolist() == [10, 12, 14]
 
 
+@pytest.mark.distributed(world_size=2)
+def test_torchs_new_names_of_gather_and_scatter() -> None:
+    """Since torch 2.13, whose FSDP2 asks by them, and waits for what is a `Work`."""
+    if not hasattr(dist, "all_gather_single"):
+        pytest.skip("torch has no all_gather_single before 2.13")
+    rank = dist.get_rank()
+    out, part = torch.empty(2, 2).cuda(), torch.empty(2).cuda()
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        dist.all_gather_single(out, mine(2, torch.float32), async_op=True)
+    manager.wait()
+    assert out.tolist() == [[0, 1], [10, 11]]
+    op = dist._make_nccl_premul_sum(0.5)
+    dist.reduce_scatter_single(part, mine(4, torch.float32), op)
+    assert part.tolist() == [[5, 6], [7, 8]][rank]
+    work = dist.all_gather_single(out, mine(2, torch.float32), async_op=True)
+    assert isinstance(work, dist.distributed_c10d.Work)
+    work.wait()
+
+
+@pytest.mark.distributed(world_size=2)
+def test_uneven_parts_within_a_coalescing_manager() -> None:
+    rank = dist.get_rank()
+    part = torch.empty(1 + rank, device="cuda")
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        dist.reduce_scatter(part, [mine(1, torch.float32), mine(2, torch.float32)])
+    manager.wait()
+    assert part.tolist() == [[10.0], [10.0, 12.0]][rank]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.distributed(world_size=3)
 def test_half_sums_are_rounded_once_under_preset_fast(dtype: torch.dtype) -> None:

@@ -496,6 +496,31 @@ def test_coalesced(without_gloo: Callable[[], None]) -> None:
         assert out.tolist() == [10.0 * n] * 4 + [10.0 * n + 1] * 4
 
 
+@pytest.mark.distributed(world_size=2)
+def test_handles_are_torchs_kind() -> None:
+    """FSDP2 waits for no other."""
+    enable()
+    work = dist.all_reduce(torch.ones(LARGE), async_op=True)
+    assert isinstance(work, dist.distributed_c10d.Work)
+    work.wait()
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_forked_child_is_no_rank() -> None:
+    """Megatron's handler of signals, which loaders' workers inherit, asks for a barrier."""
+    enable()
+    dist.barrier()
+    if (child := os.fork()) == 0:
+        try:
+            torch.cuda.synchronize()
+            dist.barrier()
+        except RuntimeError as error:
+            os._exit(7 if "forked from a rank" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    dist.barrier()
+
+
 @pytest.mark.distributed(world_size=3)
 def test_groups_of_some_ranks_and_a_new_world() -> None:
     enable()

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import accel
-from accel.patches.dead_checkpoint_worker import CheckpointWorkerDied
+from accel.patches.dead_checkpoint_worker import CheckpointNotSent, CheckpointWorkerDied
 
 pytestmark = pytest.mark.timeout(60)  # upstream waits for ever
 
@@ -148,3 +148,18 @@ def test_upstream_goes_on_without_a_word(calls: Any) -> None:
     assert not worker.is_alive()
     assert calls.maybe_finalize_async_calls() == []
     assert calls.get_num_unfinalized_calls() == 1
+
+
+@pytest.mark.parametrize("preload", [True, False])
+def test_what_cannot_be_sent_is_an_error(preload: bool, calls: Any, tmp_path: Path) -> None:
+    """As for want of open files. Upstream waits, and so does the end of the program."""
+    no_pickle_takes_it = lambda *args: None  # noqa: E731
+    asked = request(no_pickle_takes_it, str(tmp_path), copied if preload else None)
+
+    def save() -> None:
+        calls.schedule_async_request(asked)
+        calls.maybe_finalize_async_calls(blocking=True)
+
+    with pytest.raises(CheckpointNotSent, match=r"handed to the worker .*ulimit -n"):
+        save()
+    calls._get_async_caller().close()

@@ -104,7 +104,9 @@ _COLLECTIVES = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather_into_tensor",
     "_all_gather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",  # torch's name since 2.13
     "reduce_scatter_tensor": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
     "_reduce_scatter_base": "reduce_scatter_tensor",
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
@@ -233,6 +235,12 @@ def _cuda_surface() -> Iterable[Patch]:
         replacement=f"{_HERE}.streams:nvtx_range",
         why="NVTX ranges need the CUDA profiler.",
     )
+    for name, replacement in {"__enter__": "surface:itself", "__exit__": "surface:silent"}.items():
+        yield _wrap(
+            f"torch.autograd.profiler:emit_nvtx.{name}",
+            replacement,
+            "Torch without CUDA refuses to mark what runs for its profiler.",
+        )
     yield Patch(
         target="torch.cuda:default_generators",
         replacement=f"{_HERE}.generators:DEFAULT_GENERATORS",

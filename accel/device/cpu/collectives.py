@@ -24,11 +24,13 @@ A group on another backend is passed through untouched.
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import functools
 import hashlib
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -53,6 +55,8 @@ _COALESCED = _Coalesced()
 _FINISHING = threading.Lock()
 
 
+EXIT_SECONDS = 0.02
+"""What gloo's threads have left to do takes microseconds."""
 MAX_GATHERED = 4
 """Up to that many ranks an all-reduce that sums here sends the whole tensor to each of them."""
 
@@ -101,8 +105,16 @@ def init_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
         kwargs.pop("pg_options", None)
         with starting_threads():
             original(_host_backend(backend), *args, **kwargs)
+        _let_threads_end_at_exit()
 
     return init_on_gloo
+
+
+@functools.cache
+def _let_threads_end_at_exit() -> None:
+    """A thread of gloo's that drops the last collective's tensors takes Python's lock, and where Python is
+    finalizing by then the process is aborted (pytorch/pytorch#190489). They get the lock before that."""
+    atexit.register(time.sleep, EXIT_SECONDS)
 
 
 def new_group(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,7 +268,9 @@ def reduce_scatter(original: Callable[..., Any]) -> Callable[..., Any]:
         def take() -> None:
             output.copy_(whole[start : start + output.numel()].view_as(output))
 
-        return _issued(UnevenWork(dist.all_reduce(whole, op, group, True), take), async_op)
+        with _apart():
+            work = dist.all_reduce(whole, op, group, True)
+        return _issued(UnevenWork(work, take), async_op)
 
     return scatter_uneven
 
@@ -359,10 +373,11 @@ def coalescing_manager(original: Callable[..., Any]) -> Callable[..., Any]:
     return start_each_at_once
 
 
-class UnevenWork:
+class UnevenWork(dist.Work):
     """The handle of a padded collective: unpads, once, when it is waited for."""
 
     def __init__(self, work: Any, finish: Callable[[], None]) -> None:
+        super().__init__()
         self._work = work
         self._finish: Callable[[], None] | None = finish
         UNFINISHED.add(self)
@@ -409,6 +424,16 @@ def _rank_in(group: Any, rank: int) -> int:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1)
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Of a coalescing manager that is open, for a collective that is a part of another."""
+    outer, _COALESCED.open = _COALESCED.open, []
+    try:
+        yield
+    finally:
+        _COALESCED.open = outer
 
 
 def _async(async_op: bool) -> bool:

@@ -42,6 +42,9 @@ class _DefaultGenerators:
     def __len__(self) -> int:
         return 1
 
+    def __iter__(self) -> Iterator[torch.Generator]:
+        return iter((torch.default_generator,))
+
 
 DEFAULT_GENERATORS = _DefaultGenerators()
 

@@ -106,12 +106,11 @@ def finish_all() -> None:
             torch.ops.accel._shared_memory_wait(group, ticket)
 
 
-class Work:
+class Work(dist.Work):
     """The handle of an asynchronous collective."""
 
-    __slots__ = ("_group", "_ticket")
-
     def __init__(self, group: int, ticket: int) -> None:
+        super().__init__()
         self._group, self._ticket = group, ticket
         _LAST[group] = ticket
 
@@ -138,15 +137,20 @@ class Channel:
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
-        ops = torch.ops.accel
-        self._all_reduce = ops._shared_memory_all_reduce.default
-        self._all_gather = ops._shared_memory_all_gather.default
-        self._reduce_scatter = ops._shared_memory_reduce_scatter.default
-        self._broadcast = ops._shared_memory_broadcast.default
-        self._barrier = ops._shared_memory_barrier.default
+        ops: Any = torch.ops.accel
+        self._all_reduce: Callable[..., int] = ops._shared_memory_all_reduce.default
+        self._all_gather: Callable[..., int] = ops._shared_memory_all_gather.default
+        self._reduce_scatter: Callable[..., int] = ops._shared_memory_reduce_scatter.default
+        self._broadcast: Callable[..., int] = ops._shared_memory_broadcast.default
+        self._barrier: Callable[..., int] = ops._shared_memory_barrier.default
 
     def set_timeout(self, milliseconds: int) -> None:
         torch.ops.accel._shared_memory_set_timeout(self._handle, milliseconds)
+
+    def left_to_the_parent(self) -> None:
+        """In a child that was forked, which has not inherited the memory."""
+        self._all_reduce = self._all_gather = self._reduce_scatter = _not_a_rank
+        self._broadcast = self._barrier = _not_a_rank
 
     def all_reduce(self, tensor: torch.Tensor, op: Any, async_op: bool) -> Work | None:
         return self._work(
@@ -177,8 +181,25 @@ class Channel:
         return Work(self._handle, ticket) if async_op else None
 
 
+def _not_a_rank(*args: Any) -> Any:
+    raise RuntimeError(
+        "a collective in a process that was forked from a rank: only the rank itself can take part"
+    )
+
+
 _CHANNELS: weakref.WeakKeyDictionary[Any, Channel | None] = weakref.WeakKeyDictionary()
 """Of the groups that have had a collective; None: it stays with gloo."""
+
+
+def _after_fork() -> None:
+    _LAST.clear()
+    UNFINISHED.clear()
+    for made in _CHANNELS.values():
+        if made is not None:
+            made.left_to_the_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def channel(group: Any = None) -> Channel | None:

@@ -102,6 +102,16 @@ def silent(original: Callable[..., Any]) -> Callable[..., None]:
     return nothing_to_do
 
 
+def itself(original: Callable[..., Any]) -> Callable[[Any], Any]:
+    """``__enter__`` of what has nothing to do on the host."""
+
+    @functools.wraps(original)
+    def enter(self: Any) -> Any:
+        return self
+
+    return enter
+
+
 def unmeasured(original: Callable[..., Any]) -> Callable[..., int]:
     """Temperature, power and clock of a GPU that is not there: 0."""
 
