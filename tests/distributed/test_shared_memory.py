@@ -610,10 +610,10 @@ for attempt in range(2):
     try:
         work = channel.all_reduce(torch.ones(count), dist.ReduceOp.SUM, how == "async")
         work and work.wait()
-        print("no error")
+        print("no error", flush=True)
     except RuntimeError as error:
         assert work is None or work.is_completed()  # it has failed
-        print(f"{time.monotonic() - start:.1f} s: {error}".splitlines()[0])
+        print(f"{time.monotonic() - start:.1f} s: {error}".splitlines()[0], flush=True)
 os._exit(0)
 """
 

@@ -16,7 +16,11 @@ from accel.testing.distributed import launch
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_moe.py"
 ITERATIONS = 10
-RELATIVE_TOLERANCE = 1e-5
+FIRST, RELATIVE_TOLERANCE = 4, 1e-5
+"""So many iterations are alike to that. Then a token whose experts are all but tied may go to another."""
+LATER_TOLERANCE = 3e-4
+"""One rank with another rounding of RMSNorm's gradients, which is as good: 3e-6 off in the first four
+iterations, 9e-5 in ten."""
 
 ATTENTIONS = {
     "latent": "",
@@ -60,7 +64,9 @@ def test_learns(one_rank: OneRank) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_train_like_one(one_rank: OneRank, layout: str) -> None:
     found = losses(pretrain(2, [*one_rank.flags, *LAYOUTS[layout].split()]))
-    assert found == pytest.approx(one_rank.losses, rel=RELATIVE_TOLERANCE)
+    expected = one_rank.losses
+    assert found[:FIRST] == pytest.approx(expected[:FIRST], rel=RELATIVE_TOLERANCE)
+    assert found == pytest.approx(expected, rel=LATER_TOLERANCE)
 
 
 def test_the_command_line_wins() -> None:
