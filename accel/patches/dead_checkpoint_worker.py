@@ -151,11 +151,8 @@ def of_a_dead_worker_too(close: Callable[..., None]) -> Callable[..., None]:
         try:
             check(self.process)
             close(self)
-        except (
-            CheckpointWorkerDied,
-            CheckpointNotSent,
-        ):  # whoever asked for a checkpoint has heard of it
-            close(self, abort=True)
+        except (CheckpointWorkerDied, CheckpointNotSent):
+            close(self, abort=True)  # whoever asked for a checkpoint has heard of it
         finally:
             del self._persistent_queue
         return None

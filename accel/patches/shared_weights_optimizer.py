@@ -112,8 +112,10 @@ class SharedWeightsOptimizer(Float16OptimizerWithFloat16Params):
         found = [[list(m.shape) for m in group] for group in masters or ()]
         if found != expected:
             raise ValueError(f"the checkpoint's fp32 masters {_difference(expected, found)}")
-        inner = state_dict["optimizer"]
-        count_from_0(inner["state"], inner["param_groups"])  # `adam_resume` may be off
+        inner = state_dict.get("optimizer", state_dict.get("optimizer_state_dict", {}))
+        count_from_0(
+            inner.get("state", {}), inner.get("param_groups", [])
+        )  # `adam_resume` may be off
         super().load_state_dict({**state_dict, _MAIN_PARAMS[0]: []})
         for group, loaded in zip(self.float16_groups, masters or (), strict=True):
             for param, master in zip(group, loaded, strict=True):
