@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from accel.testing.bench import OURS
-from benchmarks._ranks import Call, run, scheduled
+from benchmarks._ranks import Call, Scheduled, around, run
 from benchmarks.host_collectives import GLOO
 
 PRODUCT = 256
@@ -56,14 +56,15 @@ def cases(quick: bool) -> dict[str, Any]:
             for _ in range(calls):
                 call()
 
-        sides = {OURS: scheduled(calls_of), GLOO: calls_of}
+        sides: dict[str, Call] = {OURS: Scheduled(calls_of), GLOO: calls_of}
         seconds: dict[str, list[float]] = {side: [] for side in sides}
         for turn in range(rounds + 1):
             for side, all_calls in sides.items():
-                dist.barrier()
-                start = time.perf_counter()
-                all_calls()
-                seconds[side] += [(time.perf_counter() - start) / calls] * (turn > 0)
+                with around(all_calls):
+                    dist.barrier()
+                    start = time.perf_counter()
+                    all_calls()
+                    seconds[side] += [(time.perf_counter() - start) / calls] * (turn > 0)
         found[name] = {side: 1e3 * statistics.median(of) for side, of in seconds.items()}
     return {"milliseconds": found, "rounds": rounds, "calls": calls}
 

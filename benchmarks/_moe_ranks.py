@@ -23,12 +23,12 @@ from accel.testing.bench import OURS
 from benchmarks._ranks import (
     SCHEDULED,
     Call,
+    Scheduled,
     begin_megatron,
     enabled,
     group,
     in_turn,
     run,
-    scheduled,
     timed,
 )
 from benchmarks.moe import (
@@ -81,7 +81,7 @@ class Layer:
             y, _ = routed_experts(x, probs, traffic, group(), self.experts)
             self._differentiate(y, x, probs)
 
-        return scheduled(step)
+        return Scheduled(step)
 
     def grouped(self, travel: bool = True) -> Call:
         """One all-to-all, grouped products, another one: Megatron's order of things.
@@ -178,7 +178,7 @@ def alone(quick: bool) -> dict[str, Any]:
 def sent(quick: bool) -> dict[str, Any]:
     layer = Layer(Sizes.of(quick), even(Sizes.of(quick)))
     return {
-        "seconds": statistics.median(in_turn({TRANSFERS: scheduled(layer.transfers)}, 3)[TRANSFERS])
+        "seconds": statistics.median(in_turn({TRANSFERS: Scheduled(layer.transfers)}, 3)[TRANSFERS])
     }
 
 
@@ -192,7 +192,7 @@ def exchange(quick: bool) -> dict[str, Any]:
         "accel, 2 slices": layer.ours(2),
         "accel, 8 slices": layer.ours(8),
         GROUPED: layer.grouped(),
-        TRANSFERS: scheduled(layer.transfers),
+        TRANSFERS: Scheduled(layer.transfers),
     }
     rounds = 2 if quick else 5
     return {"seconds": in_turn(sides, rounds), "rounds": rounds, "shape": str(sizes)}

@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +21,13 @@ from benchmarks.lab.limited import limit
 __all__ = [
     "SCHEDULED",
     "Call",
+    "Scheduled",
+    "around",
     "begin_megatron",
     "enabled",
     "group",
     "in_turn",
     "run",
-    "scheduled",
     "timed",
 ]
 
@@ -84,17 +86,24 @@ SCHEDULED = {"host_batch_scheduling": True}
 """Of every side of a GPT that is ours."""
 
 
-def scheduled(call: Call) -> Call:
-    """The call, in which gloo's threads do not interrupt: as `SCHEDULED` has it."""
+@dataclass(frozen=True)
+class Scheduled:
+    """A call in which gloo's threads do not interrupt: as `SCHEDULED` has it, switched on beforehand."""
 
-    def with_batch_threads() -> object:
-        off = host_batch_scheduling.switch_on()
-        try:
-            return call()
-        finally:
-            off()
+    call: Call
 
-    return with_batch_threads
+    def __call__(self) -> object:
+        return self.call()
+
+
+@contextlib.contextmanager
+def around(call: Call) -> Iterator[None]:
+    """What is on while it runs, of which a training run switches on nothing step by step."""
+    off = host_batch_scheduling.switch_on() if isinstance(call, Scheduled) else lambda: None
+    try:
+        yield
+    finally:
+        off()
 
 
 def group() -> dist.ProcessGroup:
@@ -105,11 +114,12 @@ def group() -> dist.ProcessGroup:
 
 def timed(call: Call) -> float:
     """Seconds of the slowest rank; all begin together."""
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    with around(call):
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return float(seconds)
 
 

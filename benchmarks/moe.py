@@ -14,9 +14,9 @@ Hot        Experts whose popularity falls as Zipf's law with exponent 1.2, the f
            experts that are equally popular. Loads of 4 ranks come from the planner, over 200 draws of
            counts and of who owns which expert.
 
-The link is of the lab (benchmarks/lab). Ours has `host_batch_scheduling` on. Medians; one allocator for all
-sides, which keeps freed pages; nothing else may run on the machine. The ranks are launched three times, and
-all their rounds count.
+The link is of the lab (benchmarks/lab). Ours has `host_batch_scheduling` on, since before the clock starts.
+Medians; one allocator for all sides, which keeps freed pages; nothing else may run on the machine. The ranks
+are launched three times, and all their rounds count.
 """
 
 from __future__ import annotations

@@ -24,9 +24,10 @@ __all__ = ["Network", "hosts", "reason", "remove_leftovers"]
 PREFIX = "accel-lab"
 INTERFACE = "eth0"
 MAX_HOSTS = 250
-GSO_BYTES = 16 << 10
-"""TCP hands the interface packets of up to so many bytes, which fit the bucket: tbf need not split them."""
-BURST_BYTES = (20 << 10, 64 << 10)
+GSO_BYTES = 64 << 10
+"""TCP hands the interface packets of up to so many bytes, as it does to a network card, which cuts them into
+frames itself: a host's own work is by packets. They fit the bucket, so that tbf need not split them."""
+BURST_BYTES = (72 << 10, 128 << 10)
 """The bucket's least and largest size. What it holds passes at once after a pause."""
 BURST_SECONDS = 2e-4
 """Between the two, the bucket holds what the link passes in this time: a timer may be as late."""
@@ -51,7 +52,9 @@ class Network:
     @property
     def kind(self) -> str:
         """For a result's method."""
-        return "veth" if self.bytes_per_second is None else "shaped veth (tbf)"
+        if self.bytes_per_second is None:
+            return "veth"
+        return f"shaped veth (tbf, {GSO_BYTES >> 10} KiB packets)"
 
     @property
     def switch(self) -> str:

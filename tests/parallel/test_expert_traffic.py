@@ -17,7 +17,7 @@ from accel.parallel.experts.traffic import Traffic
 @st.composite
 def traffics(draw: st.DrawFn) -> list[Traffic]:
     """Of each rank."""
-    ranks, each = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    ranks, each = draw(st.integers(1, 5)), draw(st.integers(1, 9))
     experts = ranks * each
     rows = st.lists(st.integers(0, 6), min_size=experts, max_size=experts)
     counts = draw(st.lists(rows, min_size=ranks, max_size=ranks))
@@ -84,6 +84,26 @@ def test_own_rows_of_the_last_slice_lie_together(of_ranks: list[Traffic]) -> Non
         for block in blocks:
             assert traffic.rows(block.expert) == slice(at, at + block.rows)
             at += block.rows
+
+
+@pytest.mark.parametrize(
+    ("experts", "sizes"),
+    [
+        (8, [8]),
+        (9, [4, 5]),
+        (8, [1, 6, 1]),
+        (8, [1, 3, 3, 1]),
+        (16, [2, 6, 6, 2]),
+        (5, [1, 1, 2, 1]),
+        (4, [1, 1, 1, 1]),
+        (2, [0, 1, 0, 1]),
+    ],
+)
+def test_the_first_and_the_last_slice_are_small(experts: int, sizes: list[int]) -> None:
+    traffic = Traffic([[1] * 2 * experts] * 2, 1, slices=len(sizes))
+    slices = [traffic.slice_of(1, index) for index in range(len(sizes))]
+    assert [len(of_slice) for of_slice in slices] == sizes
+    assert [expert for of_slice in slices for expert in of_slice] == list(traffic.owned(1))
 
 
 def test_places_of_blocks_follow_each_other() -> None:

@@ -97,7 +97,7 @@ def test_commands_name_a_namespace_of_the_lab() -> None:
         assert where.startswith("accel-lab-7-0-"), command
 
 
-@pytest.mark.parametrize(("rate", "burst"), [(1e6, 20480), (200e6, 40000), (5e9, 65536)])
+@pytest.mark.parametrize(("rate", "burst"), [(1e6, 73728), (500e6, 100000), (5e9, 131072)])
 def test_bucket_holds_a_packet_and_not_a_message(rate: float, burst: int) -> None:
     command = " ".join(network.shape_command("there", rate))
     assert command == (
@@ -117,7 +117,7 @@ def test_full_speed_after_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_call", lambda command: called.append(command[-1]))
     monkeypatch.setattr(launch, "run", lambda *_: ["{}"])
     link = Link("nothing", 2, network.Network("accel-lab-7-0", 2), None)
-    assert link.run(["x"], True, 1e6)[1] == "shaped veth (tbf) of 1.0 MB/s"
+    assert link.run(["x"], True, 1e6)[1] == "shaped veth (tbf, 64 KiB packets) of 1.0 MB/s"
     assert called == [str(network.QUEUE_BYTES)] * 2
     assert link.run(["x"], True)[1] == "full speed"
     assert called[2:] == ["noqueue"] * 2
@@ -194,7 +194,7 @@ def test_rank_on_its_host(two_hosts: network.Network) -> None:
 
 def test_goodput(two_hosts: network.Network) -> None:
     """The best of a few: who shares the machine makes a link slower, and nothing makes it faster."""
-    assert two_hosts.kind == "shaped veth (tbf)"
+    assert two_hosts.kind == "shaped veth (tbf, 64 KiB packets)"
     found = measure(two_hosts, 2, num_bytes=4 << 20, repeats=5)
     for direction in (found.one_way[::2], found.one_way[1::2]):
         assert 0.85 * RATE <= max(direction) <= 1.05 * RATE * FRAME

@@ -6,7 +6,8 @@
                gradients of rows come home         the slices after it, the gradients of all weights
 
 Slices        of a rank's experts: each is computed with all its rows, those that came and the own, but for
-              the last, whose own rows are what there is to do before anything has come.
+              the last, whose own rows are what there is to do before anything has come. In the backward the
+              weight gradients of the first are what there is to do before the second has come.
 
 Letters     P  rows of this rank, one for each choice of each token, those of expert 0 first;   H  hidden
 Copies      of an expert on a rank that does not own it (`plan.Copy`): the weights come there instead of that
@@ -274,14 +275,19 @@ class _Run:
         beside_dx = self._beside_backward(beside_dy)
         for computed in (self.apart, *self.guests):
             self._differentiate(computed, dy, dx, dprobs)
-        scalars = []
+        scalars: list[Tensor] = []
+        sums: Pair = ([], [])
         for index, computed in enumerate(self.slices):
             rows, of_probs = computed.backward(journey.arrived(index))
             journey.send_home(index, rows)
             scalars.append(of_probs)
+            if index == 0:  # while the second, larger slice comes
+                self._add_sums_of(index, sums)
         home = journey.send_scalars_home(scalars, dprobs)
         returned, gradients = self._give_back()
-        dws = self._weight_gradients(returned, gradients)
+        for index in range(1, len(self.slices)):
+            self._add_sums_of(index, sums)
+        dws = self._weight_gradients(sums, returned, gradients)
         home()
         journey.wait()
         returned.wait_sent()
@@ -364,15 +370,9 @@ class _Run:
         return main_grad_of(weight) if self.experts.into_main_grad else weight.detach()
 
     def _weight_gradients(
-        self, returned: Messages, gradients: Sequence[Tensor]
+        self, found: Pair, returned: Messages, gradients: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Of the first layer's matrices, then of the second's."""
-        found: Pair = ([], [])
-        for index, computed in enumerate(self.slices):
-            parts = [computed] if index < self.traffic.slices - 1 else [self.apart, computed]
-            if experts := self.traffic.slice_of(self.traffic.rank, index):
-                for sums, of_layer in zip(found, self._sums(experts, parts), strict=True):
-                    sums += of_layer
+        """Of the first layer's matrices, then of the second's; `found`, and what others' copies give."""
         returned.wait_received()
         lent = iter(gradients)
         for copy in self.traffic.lent():
@@ -381,6 +381,14 @@ class _Run:
         if not self.experts.into_main_grad:
             return [*found[0], *found[1]]
         return [weight_gradient_added(w) for weights in self.experts.weights for w in weights]
+
+    def _add_sums_of(self, index: int, found: Pair) -> None:
+        """The gradients of the matrices of a slice, whose rows have been through the backward."""
+        computed = self.slices[index]
+        parts = [computed] if index < self.traffic.slices - 1 else [self.apart, computed]
+        if experts := self.traffic.slice_of(self.traffic.rank, index):
+            for sums, of_layer in zip(found, self._sums(experts, parts), strict=True):
+                sums += of_layer
 
     def _sums(self, experts: range, parts: Sequence[_Computed]) -> Pair:
         """Of some experts' matrices, over all rows for them, which are in `parts`; or the main gradients that
