@@ -73,7 +73,7 @@ class Layer:
         ]
         return 4 * 4 * self.sizes.hidden * sum(rows) // RANKS
 
-    def ours(self, slices: int = 4, **copies: Any) -> Call:
+    def ours(self, slices: int = 5, **copies: Any) -> Call:
         traffic = Traffic(self.counts, dist.get_rank(), slices=slices, **copies)
 
         def step() -> None:

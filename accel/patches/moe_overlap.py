@@ -7,7 +7,8 @@ results on their way home under the next. The backward is the same with gradient
 come last, under the return of the tokens'. Tokens arrive where the grouped products read them: nothing is
 sorted after an all-to-all or before it.
 
-``--accel-moe-overlap-slices N`` (4) cuts a rank's experts into N slices; no more than it has.
+``--accel-moe-overlap-slices N`` (5) cuts a rank's experts into N slices, no more than it has; the first and
+the last are smaller, as their way is the one beside which little is computed.
 
 Both specs, ``--moe-token-dispatcher-type alltoall``, dropless or with a capacity, shared experts with and
 without ``--moe-shared-expert-overlap``, ``--moe-permute-fusion`` or not, tensor parallelism that stays in the
@@ -301,7 +302,7 @@ FEATURE = Feature(
             metavar="N",
             summary="how many parts of a rank's experts travel and are computed by themselves",
             parse=lambda given: whole_number(given, "slices of a rank's experts"),
-            default=4,
+            default=5,
         ),
     ),
     switch_on=switch_on,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 import threading
@@ -165,11 +166,18 @@ def test_marks_for_a_profiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch)
         assert isinstance(marks, torch.autograd.profiler.emit_nvtx)
 
 
-def test_gloos_threads_end_before_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("older", [False, True], ids=["", "than the import"])
+def test_gloos_threads_end_before_python_does(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[Any] = []
     monkeypatch.setattr(collectives.atexit, "register", lambda *call: registered.append(call))
     collectives._let_threads_end_at_exit.cache_clear()
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    if older:
+        stock = inspect.unwrap(dist.init_process_group)
+        stock("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert not registered
+        dist.new_group([0])
+    else:
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
     assert registered == [(time.sleep, collectives.EXIT_SECONDS)]
 

@@ -128,6 +128,7 @@ def new_group(original: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["backend"] = _backend_of_a_group(kwargs["backend"])
         kwargs.pop("pg_options", None)
         kwargs.pop("device_id", None)
+        _let_threads_end_at_exit()  # the default group may be older than this
         with starting_threads():
             return original(*args, **kwargs)
 

@@ -194,7 +194,7 @@ def _seconds(call: Callable[[], None], like: Tensor, group: dist.ProcessGroup) -
 class Overlap:
     """Args: `slices`, of a rank's experts."""
 
-    def __init__(self, slices: int = 4) -> None:
+    def __init__(self, slices: int = 5) -> None:
         self.slices = slices
         self.hot: HotExperts | None = None
 

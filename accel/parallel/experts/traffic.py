@@ -79,7 +79,7 @@ class Traffic:
     counts: Sequence[Sequence[int]]
     rank: int
     copies: frozenset[Copy] = frozenset()
-    slices: int = 4
+    slices: int = 5
 
     def __post_init__(self) -> None:
         if len(self.counts[0]) % len(self.counts):
@@ -188,13 +188,12 @@ class Traffic:
 
     @cached_property
     def _bounds(self) -> list[int]:
-        """Of the slices among a rank's experts: the first and the last are half as large as on average, or
-        about that, as hardly anything is computed beside the way to the one and nothing beside that from the
-        other."""
+        """Of the slices among a rank's experts. Little is computed beside the way to the first and nothing
+        beside that from the last: they are half as large as those between them."""
         experts, inner = len(self.owned(0)), self.slices - 2
         if inner < 1 or experts <= self.slices:
             return [experts * index // self.slices for index in range(self.slices + 1)]
-        end = max(1, experts // (2 * self.slices))
+        end = max(1, experts // (2 * (self.slices - 1)))
         between = experts - 2 * end
         return [0, *(end + between * index // inner for index in range(inner + 1)), experts]
 
