@@ -8,18 +8,20 @@ Dtypes      x, W, y and the gradients: one of float32, bfloat16, float16, float6
             A main gradient that dW is added to: float32 as well, and then no bit of it is rounded to
             less on its way (`gemm_accumulate`).
 Saved       x and W, as autograd does anyway, and E counts.
-Kernels     The library's, one for each expert that has rows, straight into its rows of the result. On CUDA
-            one for all experts, which reads the counts on the device: nobody waits for them.
-Order       that of the library's products.
+Kernels     The library's, one for each expert that has rows, straight into its rows of the result. On a CPU
+            of several threads each takes an expert of its own, but for one that has most of the rows. On
+            CUDA one for all experts, which reads the counts on the device: nobody waits for them.
+Order       that of the library's products on as many threads.
 Limits      The weight gradient has no derivative; asking for it raises.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from accel.ops import _native
 from accel.ops._dispatch import refuse_derivative
 from accel.ops.gemm_accumulate import add_product
 from accel.ops.host_gemm import has_native_bf16
@@ -62,8 +64,10 @@ def product_loop(
     """`weights`: E matrices, or one [E, ., .]."""
     experts = _matrices(weights)
     y = x.new_empty(x.shape[0], experts[0].shape[0 if transpose_b else 1])
-    for e, rows in _groups(tokens_per_expert):
-        _mm_out(x[rows], experts[e].T if transpose_b else experts[e], y[rows])
+    _multiply(
+        (y[rows], x[rows], experts[e].T if transpose_b else experts[e])
+        for e, rows in _groups(tokens_per_expert)
+    )
     return y
 
 
@@ -71,11 +75,9 @@ def wgrad_loop(dy: Tensor, x: Tensor, tokens_per_expert: Tensor, transpose_b: bo
     """[E, N, K] with transpose_b, [E, K, N] without; 0 for experts without rows."""
     left, right = (dy, x) if transpose_b else (x, dy)
     dw = x.new_empty(len(tokens_per_expert), left.shape[1], right.shape[1])
-    seen = set()
-    for e, rows in _groups(tokens_per_expert):
-        seen.add(e)
-        _mm_out(left[rows].T, right[rows], dw[e])
-    for e in set(range(len(dw))) - seen:
+    groups = dict(_groups(tokens_per_expert))
+    _multiply((dw[e], left[rows].T, right[rows]) for e, rows in groups.items())
+    for e in set(range(len(dw))) - groups.keys():
         dw[e].zero_()
     return dw
 
@@ -86,7 +88,11 @@ def add_wgrad_loop(
     """`main_grads`: E matrices, or one [E, ., .]."""
     experts = _matrices(main_grads)
     left, right = (dy, x) if transpose_b else (x, dy)
-    for e, rows in _groups(tokens_per_expert):
+    groups = _groups(tokens_per_expert)
+    if experts[0].dtype == x.dtype:
+        _multiply(((experts[e], left[rows].T, right[rows]) for e, rows in groups), add=True)
+        return
+    for e, rows in groups:
         add_product(experts[e], left[rows].T, right[rows])
 
 
@@ -95,13 +101,24 @@ torch.library.impl("accel::grouped_gemm_wgrad", "CompositeExplicitAutograd", wgr
 torch.library.impl("accel::grouped_gemm_add_wgrad_", "CompositeExplicitAutograd", add_wgrad_loop)
 
 
-def _mm_out(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """`out = a @ b`. Whoever replaced `aten::mm` for bf16 on this CPU is asked: there ATen's own `out`
-    variant is a plain loop."""
-    if out.dtype == torch.bfloat16 and out.device.type == "cpu" and not has_native_bf16():
-        out.copy_(a @ b)
-    else:
-        torch.mm(a, b, out=out)
+def _multiply(products: Iterable[tuple[Tensor, Tensor, Tensor]], add: bool = False) -> None:
+    """`out = a @ b` for each `out, a, b`, or `out += a @ b`. Whoever replaced `aten::mm` for bf16 on this CPU
+    is asked: there ATen's own `out` variant is a plain loop."""
+    if not (each := list(products)):
+        return
+    like = each[0][0]
+    on_host = like.device.type == "cpu"
+    replaced = on_host and like.dtype == torch.bfloat16 and not has_native_bf16()
+    if on_host and not replaced and _native.reason() is None:
+        torch.ops.accel._products(*map(list, zip(*each, strict=True)), add)
+        return
+    for out, a, b in each:
+        if add:
+            add_product(out, a, b)
+        elif replaced:
+            out.copy_(a @ b)
+        else:
+            torch.mm(a, b, out=out)
 
 
 def _matrices(weights: Sequence[Tensor]) -> Sequence[Tensor]:

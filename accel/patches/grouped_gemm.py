@@ -147,7 +147,7 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
-    benchmarks=("grouped_gemm",),
+    benchmarks=("grouped_gemm", "grouped_experts"),
     patches=(
         Patch(
             target="megatron.core.transformer.moe.experts:SequentialMLP.forward",

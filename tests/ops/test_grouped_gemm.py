@@ -1,6 +1,8 @@
-"""Grouped products: see `OpContract`. The products are ATen's, so no instruction set is ours to test."""
+"""Grouped products: see `OpContract`. The products are ATen's, so no instruction set is ours to test; who
+computes which is."""
 
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from accel.ops import grouped_gemm, grouped_gemm_ref
 from accel.ops.grouped_gemm import accumulate_wgrad
-from tests.ops.contract import LAYOUTS, Inputs, OpContract, change_layout, run
+from tests.ops.contract import LAYOUTS, Inputs, OpContract, change_layout, needs_native, run
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -119,6 +121,59 @@ def test_main_gradients_are_summed_in_fp32(transpose_b, dtype):
         exact += torch.ops.accel.grouped_gemm_wgrad(dy.double(), x.double(), counts, transpose_b)
     assert not main_grad[1].any()
     torch.testing.assert_close(main_grad.double(), exact, rtol=1e-5, atol=1e-5 * 80)
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("rows", [[64] * 7, [900, 3, 0, 40, 1], [500], [0, 0]], ids=str)
+def test_products_of_a_thread_each(rows: list[int], threads: int, set_threads) -> None:
+    """Whoever computes which: even ones, one that has most of the rows, one, none."""
+    set_threads(threads)
+    for dtype in DTYPES:
+        x, weight, counts = product_inputs(rows, 160, 96, dtype, transpose_b=True).tensors
+        dy = torch.randn(len(x), 96, generator=torch.Generator().manual_seed(1)).to(dtype)
+        main_grads = [torch.ones_like(w) for w in weight]
+        before = [grad._version for grad in main_grads]
+        accumulate_wgrad(dy, x, counts, main_grads, transpose_b=True)
+        found = {
+            "y": grouped_gemm(x, weight, counts, transpose_b=True),
+            "dw": torch.ops.accel.grouped_gemm_wgrad(dy, x, counts, True),
+            "added": torch.stack(main_grads),
+        }
+        exact, terms = (
+            products_of(x, weight, dy, rows),
+            products_of(x.abs(), weight.abs(), dy.abs(), rows),
+        )
+        for name, got in found.items():
+            bound = 2 * torch.finfo(dtype).eps * max(terms[name].flatten().tolist(), default=0.0)
+            torch.testing.assert_close(got.double(), exact[name], rtol=0, atol=bound)
+        told = [grad._version > old for grad, old in zip(main_grads, before, strict=True)]
+        assert told == [count > 0 for count in rows], "autograd hears of what was written"
+
+
+def products_of(x: Tensor, weight: Tensor, dy: Tensor, rows: list[int]) -> dict[str, Tensor]:
+    """Exact; of magnitudes, the terms of each sum."""
+    groups = list(zip(x.double().split(rows), dy.double().split(rows), strict=True))
+    dw = torch.stack([of_dy.T @ of_x for of_x, of_dy in groups])
+    y = grouped_gemm_ref(x.double(), weight.double(), torch.tensor(rows), transpose_b=True)
+    return {"y": y, "dw": dw, "added": 1 + dw}
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@needs_native
+def test_products_of_matrices_that_do_not_fit_are_an_error() -> None:
+    out, a, b = torch.ones(2, 5), torch.ones(2, 3), torch.ones(3, 5)
+    with pytest.raises(ValueError, match=r"got \[2, 5\], \[2, 3\] and \[5, 3\]"):
+        torch.ops.accel._products([out, out], [a, a], [b, b.T], False)
+    with pytest.raises(ValueError, match="got 2, 1 and 1 matrices"):
+        torch.ops.accel._products([out, out], [a], [b], False)
+    assert torch.equal(out, torch.ones(2, 5))
 
 
 def test_cpus_without_bf16_ask_whoever_replaced_mm(monkeypatch):
