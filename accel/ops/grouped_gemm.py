@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.ops import _native
-from accel.ops._dispatch import refuse_derivative
+from accel.ops._dispatch import missing_kernel, refuse_derivative
 from accel.ops.gemm_accumulate import add_product
 from accel.ops.host_gemm import has_native_bf16
 
@@ -89,7 +88,7 @@ def add_wgrad_loop(
     experts = _matrices(main_grads)
     left, right = (dy, x) if transpose_b else (x, dy)
     groups = _groups(tokens_per_expert)
-    if experts[0].dtype == x.dtype:
+    if experts[0].dtype == x.dtype == dy.dtype:
         _multiply(((experts[e], left[rows].T, right[rows]) for e, rows in groups), add=True)
         return
     for e, rows in groups:
@@ -109,7 +108,7 @@ def _multiply(products: Iterable[tuple[Tensor, Tensor, Tensor]], add: bool = Fal
     like = each[0][0]
     on_host = like.device.type == "cpu"
     replaced = on_host and like.dtype == torch.bfloat16 and not has_native_bf16()
-    if on_host and not replaced and _native.reason() is None:
+    if on_host and not replaced and missing_kernel("accel::_products", "cpu") is None:
         torch.ops.accel._products(*map(list, zip(*each, strict=True)), add)
         return
     for out, a, b in each:
@@ -213,7 +212,7 @@ def accumulate_wgrad(
     Args:
         dy: `[T, N]`; x: `[T, K]`; tokens_per_expert: `[E]` as above.
         main_grads: `[E, K, N]` (`[E, N, K]` with `transpose_b`), or E such matrices; float32, or the
-            dtype of x. Experts without rows keep theirs.
+            dtype of x; no two of them in the same memory. Experts without rows keep theirs.
     """
     grads = [main_grads] if isinstance(main_grads, Tensor) else list(main_grads)
     _add_wgrad(dy, x, tokens_per_expert, grads, transpose_b)

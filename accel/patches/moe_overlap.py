@@ -3,9 +3,9 @@
 Stock waits for the all-to-all that brings tokens to their experts, computes, and waits for the one that
 brings the results home; the backward does the same. Here a rank computes its shared experts and some of the
 tokens that stay where they are while the others travel, then the experts slice by slice, each slice's
-results on their way home under the next. The backward is the same with gradients, and the weights' gradients
-come last, under the return of the tokens'. Tokens arrive where the grouped products read them: nothing is
-sorted after an all-to-all or before it.
+results on their way home under the next. The backward is the same with gradients; the weights' gradients of
+the first slice come beside the way to the second, the others last, under the return of the tokens'. Tokens
+arrive where the grouped products read them: nothing is sorted after an all-to-all or before it.
 
 ``--accel-moe-overlap-slices N`` (5) cuts a rank's experts into N slices, no more than it has; the first and
 the last are smaller, as their way is the one beside which little is computed.

@@ -89,13 +89,13 @@ void products(TensorList outs, TensorList as, TensorList bs, bool add) {
 
   const int64_t shared = count_shared(costs), count = all.size();
   {
-    const at::AutoDispatchBelowAutograd below;
+    const at::AutoDispatchBelowADInplaceOrView below;
     for (int64_t i = 0; i < shared; ++i) all[order[i]].compute(add);
   }
   std::atomic<int64_t> next{shared};
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), count - shared);
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    const at::AutoDispatchBelowAutograd below;  // of each thread
+    const at::AutoDispatchBelowADInplaceOrView below;  // threads know of no mode, such as inference
     for (int64_t i = next++; i < count; i = next++) all[order[i]].compute(add);
   });
   for (const Tensor& out : outs) out.unsafeGetTensorImpl()->bump_version();  // whoever saved one must hear

@@ -165,7 +165,7 @@ class Layer:
 @on_2_and_4_ranks
 def test_equals_one_process(ranks: int, kind: str) -> None:
     layer = Layer(counted(kind, ranks))
-    for slices in (1, 2, 4, 7):
+    for slices in (1, 2, 3, 4, 7):
         layer.check(layer.found(torch.float64, slices=slices), 1e-12)
 
 

@@ -151,6 +151,19 @@ def test_products_of_a_thread_each(rows: list[int], threads: int, set_threads) -
         assert told == [count > 0 for count in rows], "autograd hears of what was written"
 
 
+@needs_native
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_products_in_inference(threads: int, set_threads) -> None:
+    """Threads do not know of the mode, whose tensors count no versions."""
+    set_threads(threads)
+    x, weight, counts = product_inputs([64] * 7, 160, 96, torch.float32, transpose_b=True).tensors
+    expected = grouped_gemm(x, weight, counts, transpose_b=True)
+    with torch.inference_mode():
+        found = grouped_gemm(x, weight.clone().requires_grad_(), counts, transpose_b=True)
+        assert found.is_inference()
+    assert torch.equal(found, expected)
+
+
 def products_of(x: Tensor, weight: Tensor, dy: Tensor, rows: list[int]) -> dict[str, Tensor]:
     """Exact; of magnitudes, the terms of each sum."""
     groups = list(zip(x.double().split(rows), dy.double().split(rows), strict=True))

@@ -3,7 +3,7 @@
     forward    rows go to their experts' ranks     beside it: what the caller has, the last slice's own rows
                results come home, slice by slice   the slices after it
     backward   gradients of results go out         what the caller has, the last slice's own rows
-               gradients of rows come home         the slices after it, the gradients of all weights
+               gradients of rows come home         the slices after it, the gradients of the other weights
 
 Slices        of a rank's experts: each is computed with all its rows, those that came and the own, but for
               the last, whose own rows are what there is to do before anything has come. In the backward the
@@ -281,11 +281,11 @@ class _Run:
             rows, of_probs = computed.backward(journey.arrived(index))
             journey.send_home(index, rows)
             scalars.append(of_probs)
-            if index == 0:  # while the second, larger slice comes
+            if index == 0 and len(self.slices) > 1:  # while the second comes
                 self._add_sums_of(index, sums)
         home = journey.send_scalars_home(scalars, dprobs)
         returned, gradients = self._give_back()
-        for index in range(1, len(self.slices)):
+        for index in range(min(1, len(self.slices) - 1), len(self.slices)):
             self._add_sums_of(index, sums)
         dws = self._weight_gradients(sums, returned, gradients)
         home()

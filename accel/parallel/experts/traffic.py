@@ -189,7 +189,7 @@ class Traffic:
     @cached_property
     def _bounds(self) -> list[int]:
         """Of the slices among a rank's experts. Little is computed beside the way to the first and nothing
-        beside that from the last: they are half as large as those between them."""
+        beside that from the last: they are at most half as large as those between them, or of one expert."""
         experts, inner = len(self.owned(0)), self.slices - 2
         if inner < 1 or experts <= self.slices:
             return [experts * index // self.slices for index in range(self.slices + 1)]
