@@ -1,4 +1,5 @@
-"""What routers and indexers count in a forward pass, left as it is while a layer is computed again.
+"""What routers and indexers count in a forward pass, left as it is while a layer is computed again, and the
+copies of experts that were planned ahead for it.
 
 A router adds up tokens for each expert, for the global auxiliary loss over the micro-batches so far, and logs
 its losses, as sparse attention's indexer does. Megatron's own recomputation has its first pass without
@@ -27,18 +28,34 @@ def router_state(layer: Any) -> Restorer:
     if router is None:
         return contextlib.nullcontext
     before = {name: buffer.clone() for name, buffer in _buffers(router).items()}
+    copies: list[frozenset[Any]] = []
+    layer.mlp.accel_note_copies = copies.append  # the first run's plan, which it may make itself
 
     @contextlib.contextmanager
     def restored() -> Iterator[None]:
         now = _buffers(router)
         router._buffers.update(before)
         try:
-            with _unlogged():
+            with _unlogged(), _planned(layer.mlp, copies):
                 yield
         finally:
             router._buffers.update(now)
 
     return restored
+
+
+@contextlib.contextmanager
+def _planned(mlp: Any, copies: list[frozenset[Any]]) -> Iterator[None]:
+    """With the copies of the first run, if it had a plan: that of a later micro-batch may be another."""
+    ahead = getattr(mlp, "accel_ahead", None)
+    if ahead is None or not copies:
+        yield
+        return
+    now, ahead.copies = ahead.copies, copies[0]
+    try:
+        yield
+    finally:
+        ahead.copies = now
 
 
 def _buffers(router: Any) -> dict[str, Any]:

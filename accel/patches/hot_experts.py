@@ -77,6 +77,9 @@ def lend(mlp: Any, hidden_states: Any) -> None:
         mlp.accel_ahead = ahead = getattr(mlp, "accel_ahead", None) or overlap.Ahead()
         experts = _experts.experts_of(mlp.experts, hidden_states)
         mlp.accel_loan = hot.lend(ahead, mlp.token_dispatcher.ep_group, experts)
+        note = vars(mlp).pop("accel_note_copies", None)
+        if note is not None:
+            note(ahead.copies)
 
 
 def noting_counts(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -120,6 +120,17 @@ def test_trains_as_stock_on_four(ours: list[str], layout: str, fresh_store: Fres
     check_training("moe", FOUR[layout], ours, STOCK, fresh_store, 1e-6, bf16=False)
 
 
+@pytest.mark.usefixtures("skewed")
+@pytest.mark.distributed(world_size=4)
+def test_layers_that_run_again_have_the_copies_of_their_first_run(
+    fresh_store: FreshStore, lent: list[int]
+) -> None:
+    """On the first stage a later micro-batch has planned others before the backward."""
+    ours = [*AHEAD, "--accel-memory-budget", "0.0001"]
+    check_training("moe", f"{FOUR['pp2']} {EIGHT}", ours, STOCK, fresh_store, 1e-6, bf16=False)
+    assert any(lent)
+
+
 @pytest.mark.distributed(world_size=2)
 def test_trains_in_bf16(fresh_store: FreshStore) -> None:
     """Gradients of copies are rounded on their way, so not digit for digit."""
