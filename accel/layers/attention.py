@@ -308,7 +308,8 @@ class DotProductAttention(ExtraState):
                 queries and one for the keys, `[B, 1, 1, S]` each.
             cu_seqlens_q, ...: where the sequences of a pack start, without and with padding; that alone
                 counts: max_seqlen and pad_between_seqs follow from it.
-            core_attention_bias: added to the scaled scores, broadcastable to `[B, H, queries, keys]`.
+            core_attention_bias: added to the scaled scores, broadcastable to `[B, H, queries, keys]`, where
+                `core_attention_bias_type` is "post_scale_bias"; not of a pack.
 
         Returns:
             The layout of the query with its last two dimensions as one; and the largest scores `[H]`, fp32,
@@ -318,6 +319,7 @@ class DotProductAttention(ExtraState):
         layout = qkv_format or self.qkv_format
         if layout not in ("sbhd", "bshd", "thd"):
             raise ValueError(f"qkv_format={layout!r}: use 'sbhd', 'bshd' or 'thd'")
+        _check_bias(core_attention_bias_type, core_attention_bias, layout)
         kind = _known_mask(attn_mask_type or self.attn_mask_type)
         window = self._window if window_size is None else window_size
         if window is not None:
@@ -487,6 +489,17 @@ def _known_mask(kind: str) -> str:
     if kind not in MASK_TYPES:
         raise ValueError(f"attn_mask_type={kind!r}: use one of {', '.join(MASK_TYPES)}")
     return kind
+
+
+def _check_bias(kind: str, bias: Tensor | None, layout: str) -> None:
+    if kind not in ("no_bias", "post_scale_bias"):
+        raise NotImplementedError(
+            f"core_attention_bias_type={kind!r}: accel has 'no_bias' and 'post_scale_bias'; give what is to "
+            "be added to the scaled scores as core_attention_bias"
+        )
+    if kind == "post_scale_bias" and (bias is None or layout == "thd"):
+        wants = "packed sequences have none" if bias is not None else "give core_attention_bias"
+        raise ValueError(f"core_attention_bias_type='post_scale_bias': {wants}, or use 'no_bias'")
 
 
 def _padding(starts: Tensor, num_keys: int) -> Tensor:

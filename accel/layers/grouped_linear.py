@@ -30,7 +30,18 @@ def grouped_linear(
     x_TK: Tensor, weights: Sequence[Tensor], tokens_per_expert: Tensor, layout: Layout
 ) -> Tensor:
     """`[T, K]`, E weights `[N, K]` and counts `[E]` on the host -> `[T, N]`; no communication. Dtypes as in
-    `accel.parallel.linear`."""
+    `accel.parallel.linear`.
+
+    Raises:
+        NotImplementedError: some weights are frozen where gradients are added to `main_grad`, or put off.
+    """
+    if torch.is_grad_enabled() and (layout.into_main_grad or layout.delayed is not None):
+        frozen = [e for e, weight in enumerate(weights) if not weight.requires_grad]
+        if 0 < len(frozen) < len(weights):
+            raise NotImplementedError(
+                f"experts {frozen} of {len(weights)} are frozen: with --gradient-accumulation-fusion or "
+                "--delay-wgrad-compute all of a rank's experts are trained, or none; switch these off"
+            )
     x_TK, layout = cast_by_autocast(x_TK, layout)
     return _GroupedLinear.apply(x_TK, tokens_per_expert, layout, *weights)
 

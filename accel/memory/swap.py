@@ -264,7 +264,8 @@ class _Copy:
         self._source: Tensor | None = tensor.detach()  # of the same version
         self._device: Tensor | None = _bytes_of(tensor)
         self._changed = False
-        self._host, free = swap.pool.take(self._device.numel())
+        self._buffer, free = swap.pool.take(self._device.numel())
+        self._host = self._buffer[: self._device.numel()]
         self._arrival: Any = None
         device, host = self._device, self._host
 
@@ -329,11 +330,13 @@ class _Copy:
             if not self._waited:
                 self._wait(self._arrival)
             last = self._arrival
-        self._swap.pool.give_back(self._host, last)
+        self._swap.pool.give_back(self._buffer, last)
 
 
 class _Pool:
-    """Pinned buffers, by size; given back with the event after which they are free."""
+    """Pinned buffers, by size; given back with the event after which they are free. Sizes that differ from
+    micro-batch to micro-batch, such as those of experts' rows, share buffers that are up to an eighth larger:
+    each size of its own would stay pinned for good."""
 
     def __init__(self, device: torch.device) -> None:
         self._memory = PinnedMemory(device)
@@ -343,6 +346,8 @@ class _Pool:
         """Of all buffers."""
 
     def take(self, num_bytes: int) -> tuple[Tensor, Any]:
+        """A buffer of that many bytes or more, and the event after which it is free; None: it is."""
+        num_bytes = _with_room(num_bytes)
         with self._lock:
             free = self._free.get(num_bytes)
             if free:
@@ -353,6 +358,12 @@ class _Pool:
     def give_back(self, buffer: Tensor, event: Any) -> None:
         with self._lock:
             self._free.setdefault(buffer.numel(), []).append((buffer, event))
+
+
+def _with_room(num_bytes: int) -> int:
+    """The next multiple of an eighth of the power of two below."""
+    step = 1 << max(0, num_bytes.bit_length() - 4)
+    return -(-num_bytes // step) * step
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

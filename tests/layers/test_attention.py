@@ -113,6 +113,28 @@ def test_bias_is_added_after_the_scale() -> None:
     torch.testing.assert_close(out, written_out(q, k, v, upper(S, S), bias))
 
 
+@pytest.mark.parametrize("kind", ["alibi", "pre_scale_bias"])
+def test_biases_of_other_kinds_are_refused(kind: str) -> None:
+    bias = torch.randn(1, H, S, S)
+    with pytest.raises(NotImplementedError, match=f"core_attention_bias_type='{kind}'"):
+        layer()(*qkv(), core_attention_bias_type=kind, core_attention_bias=bias)
+
+
+def test_a_bias_that_is_not_there_or_of_a_pack_is_an_error() -> None:
+    with pytest.raises(ValueError, match="give core_attention_bias"):
+        layer()(*qkv(), core_attention_bias_type="post_scale_bias")
+    starts = torch.tensor([0, 4, S], dtype=torch.int32)
+    with pytest.raises(ValueError, match="packed sequences have none"):
+        layer()(
+            *(t[:, 0] for t in qkv()),
+            qkv_format="thd",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            core_attention_bias_type="post_scale_bias",
+            core_attention_bias=torch.randn(1, H, S, S),
+        )
+
+
 def test_bshd_is_sbhd_transposed() -> None:
     q, k, v = qkv()
     out = layer()(*(t.transpose(0, 1) for t in (q, k, v)), qkv_format="bshd")

@@ -176,6 +176,20 @@ def test_a_delayed_gradient_in_main_grad_shows_in_grad_for_the_hook() -> None:
         torch.testing.assert_close(total, torch.ones(4, N).t() @ x)
 
 
+@pytest.mark.parametrize(
+    "options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}], ids=str
+)
+def test_some_frozen_experts_are_refused(options: dict[str, bool]) -> None:
+    module = GroupedLinear(3, K, N, bias=False, get_rng_state_tracker=None, **options)
+    for weight in module.parameters():
+        weight.main_grad = torch.zeros(N, K)
+    module.weight1.requires_grad_(False)
+    with pytest.raises(NotImplementedError, match=r"experts \[1\] of 3 are frozen"):
+        module(torch.randn(6, K), [1, 2, 3])
+    with torch.no_grad():
+        assert module(torch.randn(6, K), [1, 2, 3]).shape == (6, N)
+
+
 @pytest.mark.parametrize("where", ["grad", "main_grad", "later"])
 @pytest.mark.parametrize("kind", [Linear, GroupedLinear], ids=["Linear", "GroupedLinear"])
 def test_under_autocast_all_is_as_in_torchs_own_layer(kind: type, where: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from accel.device.cpu import memory
 from accel.memory.lanes import COMPUTE, HostLanes, Lanes
 from accel.memory.recompute import Recomputed
-from accel.memory.swap import IN, OUT, Chain, Swap
+from accel.memory.swap import IN, OUT, Chain, Swap, _with_room
 
 from .shuffled_lanes import ShuffledLanes
 
@@ -207,6 +207,23 @@ def test_the_pool_does_not_grow() -> None:
         sizes.append(swap.pool.num_bytes)
     assert len(set(sizes)) == 1
     assert sizes[0] > 0
+
+
+def test_the_pool_does_not_grow_with_the_sizes_there_are() -> None:
+    """Experts' rows: a number of its own in each micro-batch."""
+    pool, draw = swap_of().pool, torch.Generator().manual_seed(0)
+    sizes = torch.randint(1 << 16, 1 << 18, (400,), generator=draw).tolist()
+    for num_bytes in sizes:
+        (buffer, _), (other, _) = pool.take(num_bytes), pool.take(num_bytes)
+        assert buffer.data_ptr() != other.data_ptr()
+        assert num_bytes <= buffer.numel() <= num_bytes * 9 / 8
+        pool.give_back(buffer, None)
+        pool.give_back(other, None)
+    # of two powers of two, two buffers of each eighth
+    assert pool.num_bytes <= 2 * sum((8 + i) << (13 + power) for i in range(9) for power in (0, 1))
+    assert [_with_room(n) for n in (0, 1, 15, 16, 17, 1000, 7 << 20)] == [
+        *(0, 1, 15, 16, 18, 1024, 7 << 20)
+    ]
 
 
 def test_a_buffer_that_comes_back_amid_another_is_no_deadlock() -> None:
