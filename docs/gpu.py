@@ -20,7 +20,10 @@ or Triton on CUDA, torch-npu's own ops on Ascend. Features do not know which one
 | environment variable | |
 |---|---|
 | `ACCEL_CUDA_KERNELS=auto\\|cuda\\|triton` | where an op has both: CUDA C++ (auto), or Triton |
-| `ACCEL_ATTENTION_BACKEND=NAME` | attention on CUDA by this back end, in place of the best that is there |
+| `ACCEL_ATTENTION_BACKEND=NAME` | the back end that attention on CUDA tries first, `auto` or one of those below |
+
+`flash4`, `flash3`, `cudnn`, `triton`, `flash2`, `flash`: one that is missing, or that does not take a call,
+leaves it to the next.
 
 ## How it is proved without a GPU
 
@@ -39,7 +42,7 @@ or Triton on CUDA, torch-npu's own ops on Ascend. Features do not know which one
 ```bash
 make gpu-wheels   # where there is a network: some 4 MB into .gpu-wheels
 make gpu-peers    # if wanted: 57 MB more, QuACK and FlashAttention-4 with their compiler
-make gpu          # on the GPU: PyTorch >= 2.11 for CUDA, Triton, nvcc and pytest, and no network
+make gpu          # on the GPU: PyTorch >= 2.11 for CUDA, Triton, nvcc, what requirements/gpu.txt begins with
 ```
 
 It builds, runs the ops' tests, measures the three ceilings (a copy, a product, sustained products), every op

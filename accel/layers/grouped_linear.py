@@ -39,8 +39,8 @@ def grouped_linear(
         frozen = [e for e, weight in enumerate(weights) if not weight.requires_grad]
         if 0 < len(frozen) < len(weights):
             raise NotImplementedError(
-                f"experts {frozen} of {len(weights)} are frozen: with --gradient-accumulation-fusion or "
-                "--delay-wgrad-compute all of a rank's experts are trained, or none; switch these off"
+                f"experts {frozen} of {len(weights)} are frozen: freeze all of a rank's or none, or give "
+                "--no-gradient-accumulation-fusion and leave --delay-wgrad-compute out"
             )
     x_TK, layout = cast_by_autocast(x_TK, layout)
     return _GroupedLinear.apply(x_TK, tokens_per_expert, layout, *weights)

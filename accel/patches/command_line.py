@@ -26,6 +26,10 @@ MODULE = "megatron.training.arguments"
 
 ALIASES = {
     "--use-fused-rmsnorm": "--accel-fused-norm",
+    "--use-fused-rotary-pos-emb": "--accel-fused-rope",
+    "--use-fused-swiglu": "--accel-fused-activation",
+    "--use-fused-moe-token-permute-and-unpermute": "--accel-fused-moe-permute",
+    "--gemm-gradient-accumulation-fusion": "--accel-fused-weight-gradient",
     "--reuse-fp32-param": "--accel-shared-weights",
     "--swap-optimizer": "--accel-host-optimizer",
     "--virtual-optimizer": "--accel-host-optimizer",
@@ -53,7 +57,7 @@ ALIASES = {
     "--balanced-moe-hot-expert-num": "--accel-hot-experts-number",
     "--accel-tp-chunks": "--accel-tp-overlap-chunks",
 }
-"""MindSpeed's spelling -> ours, for every MindSpeed feature that accel has; and a short one of our own."""
+"""MindSpeed's spelling -> ours; and a short one of our own."""
 
 HOOKS = (
     Patch(

@@ -105,7 +105,9 @@ def without_the_flag(context: Context) -> list[str]:
     if not why:
         return []
     args.apply_rope_fusion = False
-    return [f"--apply-rope-fusion: {why}: the same rotation runs without the flag"]
+    return [
+        f"rope fusion is off, as with --no-rope-fusion: {why}; the same rotation runs without it"
+    ]
 
 
 FEATURE = Feature(
