@@ -20,7 +20,7 @@ or Triton on CUDA, torch-npu's own ops on Ascend. Features do not know which one
 | environment variable | |
 |---|---|
 | `ACCEL_CUDA_KERNELS=auto\\|cuda\\|triton` | where an op has both: CUDA C++ (auto), or Triton |
-| `ACCEL_ATTENTION_BACKEND=NAME` | the back end that attention on CUDA tries first, `auto` or one of those below |
+| `ACCEL_ATTENTION_BACKEND=NAME` | the back end that attention on CUDA tries first, `auto` or one of these |
 
 `flash4`, `flash3`, `cudnn`, `triton`, `flash2`, `flash`: one that is missing, or that does not take a call,
 leaves it to the next.

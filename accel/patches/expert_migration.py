@@ -106,8 +106,8 @@ def migrating(train_step: Callable[..., Any]) -> Callable[..., Any]:
         migration, args = ON[0], get_args()
         if migration.states is None:
             migration.states = ParamStates(model, optimizer)
-            for _, _, experts in _moe_layers(model):
-                _params_of(experts, 0)
+            for _, layer in _moe_layers(model):
+                _params_of(layer.experts, 0)
         result = train_step(forward_step_func, data_iterator, model, optimizer, *rest, **more)
         if (args.curr_iteration + 1) % migration.every == 0:
             orders = migration.orders(of_all_ranks(migration.recorder, args))
@@ -127,10 +127,12 @@ def migrate(model: Sequence[Any], states: ParamStates, orders: dict[int, list[in
         orders: layer -> which expert each slot gets; the same on all ranks.
     """
     states.settle()
-    for layer, router, experts in _moe_layers(model):
-        if layer in orders:
-            _move_experts(experts, states, orders[layer])
-            _reorder_router(router, states, orders[layer])
+    for number, layer in _moe_layers(model):
+        if number in orders:
+            _move_experts(layer.experts, states, orders[number])
+            _reorder_router(layer.router, states, orders[number])
+            if (ahead := getattr(layer, "accel_ahead", None)) is not None:
+                ahead.reorder(orders[number])
     states.publish()
 
 
@@ -158,14 +160,14 @@ def _reorder_router(router: Any, states: ParamStates, order: Sequence[int]) -> N
             buffer.copy_(buffer[order])
 
 
-def _moe_layers(model: Sequence[Any]) -> Iterator[tuple[int, Any, Any]]:
-    """Number, router and experts."""
+def _moe_layers(model: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+    """With their numbers."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     for chunk in model:
         for module in chunk.modules():
             if isinstance(module, MoELayer):
-                yield layer_of(module.router), module.router, module.experts
+                yield layer_of(module.router), module
 
 
 def _params_of(experts: Any, index: int) -> list[Tensor]:

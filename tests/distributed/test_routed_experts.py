@@ -222,10 +222,18 @@ def test_what_is_beside_is_computed_and_differentiated(ranks: int) -> None:
         lambda x, probs, counts, first, second: swiglu(x, probs, first, second),
         (weights[0], weights[1]),
     )
+    given: list[weakref.ref[Tensor]] = []
+
+    def beside(hidden: Tensor) -> Tensor:
+        out = linear(hidden)
+        given.append(weakref.ref(out))
+        return out
+
     y, shared = routed_experts(
-        x, probs, Traffic(layer.counts, rank), dist.group.WORLD, experts, linear, hidden
+        x, probs, Traffic(layer.counts, rank), dist.group.WORLD, experts, beside, hidden
     )
     assert shared is not None
+    assert given[0]() is None, "the result is the caller's to keep"
     torch.autograd.backward([y, shared], [layer.dy[rank], torch.ones(2, 3, dtype=torch.float64)])
     assert torch.equal(shared, linear(hidden))
     assert torch.equal(hidden.grad, torch.ones(2, 3, dtype=torch.float64) @ linear.weight)

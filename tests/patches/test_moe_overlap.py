@@ -10,6 +10,7 @@ import torch
 
 from accel.feature import Context, choose, read_settings
 from accel.parallel.experts import overlap
+from accel.parallel.experts.plan import Copy
 from accel.patches import FEATURES, hot_experts, moe_overlap, moe_tp_extend_ep
 
 ARGS = {
@@ -79,6 +80,10 @@ def test_what_is_known_before_tokens_are_routed() -> None:
         ahead.note([[rows, 0], [2 * rows, 0]])
     assert due == [False, True, False, False, True]
     assert ahead.average[1] == pytest.approx([2 * (20 - 10 * 0.9**4), 0])
+    ahead.copies = frozenset({Copy(0, 1)})
+    ahead.reorder([1, 0])
+    assert ahead.average[1] == pytest.approx([0, 2 * (20 - 10 * 0.9**4)])
+    assert not ahead.copies, "experts have changed ranks"
 
 
 @pytest.mark.parametrize(

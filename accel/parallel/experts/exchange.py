@@ -298,15 +298,17 @@ class _Run:
             return None
         self.beside_input = x.detach().requires_grad_()
         with torch.set_grad_enabled(self.keep):
-            self.beside_y = self.beside(self.beside_input)
-        return self.beside_y.detach()
+            y = self.beside(self.beside_input)
+        if self.keep:
+            self.beside_end = get_gradient_edge(y)
+        return y.detach()
 
     def _beside_backward(self, dy: Tensor | None) -> Tensor | None:
         if self.beside is None or dy is None:
             return None
-        torch.autograd.backward([self.beside_y], [dy])
+        torch.autograd.backward([self.beside_end], [dy])
         dx = self.beside_input.grad
-        del self.beside_y, self.beside_input
+        del self.beside_end, self.beside_input
         return dx
 
     def _here(self, piece: Piece, weights: Pair, x: Tensor, probs: Tensor) -> _Computed:

@@ -57,6 +57,12 @@ class Ahead:
         self.average = [moving_average(old, new) for old, new in zip(before, counts, strict=True)]
         self._seen += 1
 
+    def reorder(self, order: Sequence[int]) -> None:
+        """Experts have changed places: `order[slot]` is the expert that is there now. What was planned for
+        the old places is forgotten."""
+        self.average = [[of_rank[expert] for expert in order] for of_rank in self.average]
+        self.copies = frozenset()
+
     def due(self, every: int) -> bool:
         """Whether to plan again: with the second micro-batch, then after `every` more each."""
         return self._seen > 0 and (self._seen - 1) % every == 0
