@@ -98,7 +98,7 @@ class Scheduled:
 
 @contextlib.contextmanager
 def around(call: Call) -> Iterator[None]:
-    """What is on while it runs, of which a training run switches on nothing step by step."""
+    """With what the call wants on, which a training run switches on once and not in each step."""
     off = host_batch_scheduling.switch_on() if isinstance(call, Scheduled) else lambda: None
     try:
         yield

@@ -5,8 +5,8 @@ Grouped    `grouped_gemm` alone, Megatron's activation on all rows.
 Fast       `grouped_gemm` and what else preset fast does here: the activation as one kernel.
 
 16 experts of hidden 512 with as many rows each, SwiGLU. All of this process's threads; sides in turn in one
-process; medians. Results and gradients of all sides are compared first. The limit is products alone, at the
-rate of the one large product of as many rows with a first and a second matrix.
+process; medians. Results and gradients of all sides are compared with Megatron's. The limit is products
+alone, at the rate of one large product of all rows with a first and a second matrix.
 """
 
 from __future__ import annotations

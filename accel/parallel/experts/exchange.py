@@ -277,15 +277,16 @@ class _Run:
             self._differentiate(computed, dy, dx, dprobs)
         scalars: list[Tensor] = []
         sums: Pair = ([], [])
+        early = min(1, len(self.slices) - 1)  # one, while the second comes
         for index, computed in enumerate(self.slices):
             rows, of_probs = computed.backward(journey.arrived(index))
             journey.send_home(index, rows)
             scalars.append(of_probs)
-            if index == 0 and len(self.slices) > 1:  # while the second comes
+            if index < early:
                 self._add_sums_of(index, sums)
         home = journey.send_scalars_home(scalars, dprobs)
         returned, gradients = self._give_back()
-        for index in range(min(1, len(self.slices) - 1), len(self.slices)):
+        for index in range(early, len(self.slices)):
             self._add_sums_of(index, sums)
         dws = self._weight_gradients(sums, returned, gradients)
         home()
