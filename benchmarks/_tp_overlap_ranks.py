@@ -20,9 +20,18 @@ from accel.parallel.linear import Layout, parallel_linear
 from accel.parallel.overlap import Overlap
 from accel.parallel.overlapped_linear import FORMS
 from benchmarks import _ranks
-from benchmarks._ranks import Call, group, in_turn, run, timed
+from benchmarks._ranks import Call, Scheduled, group, in_turn, run, timed
 from benchmarks._tp_overlap_trace import recorded
-from benchmarks.tp_overlap import AUTO, COLLECTIVES, NUMBERS, PRODUCTS, RANKS, SERIAL, STOCK
+from benchmarks.tp_overlap import (
+    ALONE,
+    AUTO,
+    COLLECTIVES,
+    NUMBERS,
+    PRODUCTS,
+    RANKS,
+    SERIAL,
+    STOCK,
+)
 
 Layer = Callable[[Overlap | None], Call]
 """A pass of a layer, overlapping so or not at all."""
@@ -252,27 +261,33 @@ def gpt(quick: bool) -> dict[str, Any]:
     mask = torch.ones(1, 1, shape.length, shape.length, dtype=torch.bool).triu(1)
     weights = list(model.parameters())
 
-    def step(options: Mapping[str, Any]) -> float:
+    def forward_backward() -> None:
+        model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).mean().backward()
+
+    def step(side: str) -> float:
         for weight in weights:
             weight.grad = None
-        with enabled(options):
-            return timed(
-                lambda: (
-                    model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).mean().backward()
-                )
-            )
+        scheduled = side not in (STOCK, ALONE)
+        with enabled(sides[side], measured.get(side)):
+            return timed(Scheduled(forward_backward) if scheduled else forward_backward)
 
-    sides: dict[str, dict[str, Any]] = {STOCK: {}, AUTO: {"tp_overlap": True}}
+    sides: dict[str, dict[str, Any]] = {
+        STOCK: {},
+        AUTO: {"tp_overlap": True},
+        ALONE: {"tp_overlap": True},
+    }
+    measured = {AUTO: Overlap(), ALONE: Overlap()}  # kept from step to step, as a training keeps it
     for number in NUMBERS[1:2] if quick else NUMBERS[:-1]:
         sides[f"accel, ring of {number}"] = {"tp_overlap": True, "tp_overlap_chunks": number}
-    gradients, seconds = {}, {}
-    for side, options in sides.items():
-        step(options)
+    gradients: dict[str, list[Any]] = {}
+    seconds: dict[str, list[float]] = {}
+    for side in sides:
+        step(side)
         gradients[side] = [weight.grad for weight in weights]
         seconds[side] = []
     for _ in range(rounds):
-        for side, options in sides.items():
-            seconds[side].append(step(options))
+        for side, times in seconds.items():
+            times.append(step(side))
     ours = [side for side in sides if side != STOCK]
     differ = torch.tensor(
         [
@@ -288,19 +303,15 @@ def gpt(quick: bool) -> dict[str, Any]:
         "rounds": rounds,
         "differ": dict(zip(ours, differ.tolist(), strict=False)),
         "elements": int(differ[-1]),
-        "auto": told(MEASURED),
+        "auto": told(measured[AUTO]),
     }
 
 
-MEASURED = Overlap()
-"""Of the step's own auto side, kept from step to step, as a training keeps it."""
-
-
 @contextlib.contextmanager
-def enabled(options: Mapping[str, Any]) -> Iterator[None]:
+def enabled(options: Mapping[str, Any], measured: Overlap | None) -> Iterator[None]:
     with _ranks.enabled(options):
-        if options and "tp_overlap_chunks" not in options:
-            overlap.switch_on(MEASURED)
+        if measured is not None:
+            overlap.switch_on(measured)
         yield
 
 

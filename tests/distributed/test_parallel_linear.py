@@ -334,13 +334,47 @@ def test_auto_prefers_the_bits_of_the_plain_way(
 
     monkeypatch.setattr(overlap, "measure", times)
     monkeypatch.setattr(overlap, "overlapped", overlapped)
-    monkeypatch.setattr(overlap, "_alternately", lambda *args: [2.0, 1.0])
+    monkeypatch.setattr(
+        overlap, "_alternately", lambda x, group, rounds, *calls: [2.0] + [1.0] * (len(calls) - 1)
+    )
     x, w = draw(64, IN, dtype=torch.float32), draw(IN, OUT, dtype=torch.float32)
     assert Overlap().plan("gather", x, w, dist.group.WORLD) == Plan(chunks, "ring")
     assert torch.equal(
         x, draw(64, IN, dtype=torch.float32)
     )  # and not what was drawn for the comparison
     assert torch.equal(w, draw(IN, OUT, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([4.0, 2.0, 3.0, 3.0, 3.0], Plan(16)),
+        ([4.0, 3.0, 2.0, 3.0, 3.0], Plan(8)),
+        ([4.0, 3.0, 3.0, 3.0, 2.0], Plan(2)),
+        ([1.0, 3.0, 3.0, 2.0, 2.0], None),
+    ],
+)
+@pytest.mark.distributed(world_size=2)
+def test_auto_takes_the_quickest_of_those_that_it_tries(
+    seconds: list[float], expected: Plan | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By prediction 16, 8, 4 and 2 pieces come first, in this order; rank 1 is quicker and is not asked."""
+
+    def times(*args: Any) -> Times:
+        each = {rows: float(rows) for rows in (64, 32, 16, 8, 4)}
+        return Times(64, each, {"ring": (2.0, 128.0), "collective": (200.0, 400.0)})
+
+    def measured(x: Tensor, group: Any, rounds: int, *calls: Any) -> list[float]:
+        assert len(calls) == 5, "the plain way and four plans"
+        return seconds if dist.get_rank() == 0 else [s / 2 for s in reversed(seconds)]
+
+    monkeypatch.setattr(overlap, "measure", times)
+    monkeypatch.setattr(overlap, "_alternately", measured)
+    monkeypatch.setattr(
+        overlap, "overlapped", lambda kind, x, w, group, plan: overlap.plain(kind, x, w, group)
+    )
+    x, w = draw(64, IN, dtype=torch.float32), draw(IN, OUT, dtype=torch.float32)
+    assert Overlap().plan("gather", x, w, dist.group.WORLD) == expected
 
 
 DIES = """
