@@ -135,13 +135,15 @@ def asking(chosen: Overlap | None, call: Callable[[], Any]) -> Callable[[], Any]
 def products(quick: bool) -> dict[str, Any]:
     """Of a forward, while the other ranks compute as well."""
     layers = Layers(quick)
-    found = in_turn({PRODUCTS: lambda: layers.x_whole @ layers.column.t()}, 5)
+    call = Scheduled(lambda: layers.x_whole @ layers.column.t())
+    found = in_turn({PRODUCTS: call}, 5)
     return {"num_bytes": layers.num_bytes, "seconds": statistics.median(found[PRODUCTS])}
 
 
-def layers(quick: bool) -> dict[str, Any]:
+def layers(quick: bool, rounds: int = 3) -> dict[str, Any]:
+    """Every side with host_batch_scheduling, so that what differs is what hides."""
     made = Layers(quick)
-    rounds = 2 if quick else 5
+    rounds = 2 if quick else rounds
     directions, chose = {}, {}
     for direction, (product, collective, serial, layer) in made.directions().items():
         auto = Overlap()
@@ -150,7 +152,8 @@ def layers(quick: bool) -> dict[str, Any]:
         numbers = NUMBERS[1:2] if quick else NUMBERS
         for form, number in [*itertools.product(FORMS[:1], numbers), (FORMS[1], NUMBERS[1])]:
             sides[f"accel, {form} of {number}"] = layer(Overlap(number, form))
-        directions[direction] = in_turn(sides, rounds)
+        scheduled = {side: Scheduled(call) for side, call in sides.items()}
+        directions[direction] = in_turn(scheduled, rounds)
         chose[direction] = told(auto)
     shape = f"{RANKS} x {made.rows} rows, {made.k} to {made.n} and back, fp32"
     return {"directions": directions, "auto": chose, "rounds": rounds, "shape": shape}
@@ -319,6 +322,7 @@ if __name__ == "__main__":
     WHATS = {
         "products": products,
         "layers": layers,
+        "layers-longer": partial(layers, rounds=9),
         "gpt-products": gpt_products,
         "gpt": gpt,
         "trace": trace,

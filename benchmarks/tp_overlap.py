@@ -5,8 +5,9 @@ Layers   One column-parallel and one row-parallel layer with sequence parallelis
          takes 0.25, 0.5, 1 and 2 times its products. Measured in turn: the products alone, the collectives
          alone, one after the other (serial), Megatron's way, which hides a column layer's backward, and ours:
          `auto`, the flag's default, and some numbers of pieces. Hidden share: (serial - side) / min(products,
-         collectives), the collectives being gloo's: above 1 where a side's own transfers take less time than
-         these, which `serial` has in full.
+         collectives) of each round, and the median of these. The collectives are gloo's: it is above 1 where
+         a side's own transfers take less time than these, which `serial` has in full. All sides are with
+         host_batch_scheduling.
 GPT      The forward and backward pass of a real GPT of Megatron's, TP 2 with sequence parallelism, at a rate
          where the collectives of its forward take as long as its linear layers' products. All gradients are
          compared with Megatron's first. Ours are with host_batch_scheduling, as in preset fast; one side is
@@ -48,6 +49,12 @@ def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     return {side: 1e3 * statistics.median(times) for side, times in seconds.items()}
 
 
+def shares(seconds: Mapping[str, list[float]], side: str) -> list[float]:
+    """Of each round what hides: a host that slows down for a while does so for a round's sides."""
+    measured = (seconds[name] for name in (PRODUCTS, COLLECTIVES, SERIAL, side))
+    return [(serial - took) / min(lesser) for *lesser, serial, took in zip(*measured, strict=True)]
+
+
 def quickest(took: Mapping[str, float]) -> str:
     """Of accel's ways with a number of pieces that is given."""
     return min((s for s in took if s.startswith(OURS) and s != AUTO), key=took.__getitem__)
@@ -64,19 +71,19 @@ def layer_rows(link: Link, quick: bool) -> list[dict]:
     rows = []
     for ratio in RATIOS[2:3] if quick else RATIOS:
         payload = alone["num_bytes"] / (ratio * alone["seconds"])
-        found, kind = link.run(["layers"], quick, payload)
+        found, kind = link.run(["layers-longer" if ratio == 1 else "layers"], quick, payload)
         for direction, seconds in found["directions"].items():
             name = f"{direction}, transfers take {ratio:g} of the products"
             took = medians(seconds)
             best = quickest(took)
             method = (
                 f"accel: auto, which chose {found['auto'][direction]}; quickest: {best}; {found['shape']}; "
-                f"{kind}; {RANKS} ranks of one thread; median of {found['rounds']}, sides in turn"
+                f"{kind}; {RANKS} ranks of one thread; all sides with host_batch_scheduling; median of "
+                f"{found['rounds']}, sides in turn"
             )
-            lesser = min(took[PRODUCTS], took[COLLECTIVES])
             hidden = {
-                side: (took[SERIAL] - value) / lesser
-                for side, value in took.items()
+                side: statistics.median(shares(seconds, side))
+                for side in seconds
                 if side not in (PRODUCTS, COLLECTIVES, SERIAL)
             }
             rows += [

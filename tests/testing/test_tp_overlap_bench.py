@@ -11,6 +11,7 @@ from benchmarks.tp_overlap import (
     STOCK,
     gpt_rows,
     layer_rows,
+    shares,
 )
 
 RINGS = ("accel, ring of 2", "accel, ring of 4")
@@ -26,7 +27,7 @@ class FakeLink:
     def run(self, what, quick, payload=None):
         times = {side: [seconds] for side, seconds in SECONDS.items()}
         found = {"num_bytes": 1, "seconds": 1.0, "shape": "S", "rounds": 1}
-        if what == ["layers"]:
+        if what == ["layers-longer"]:
             times.pop(ALONE)
             return {**found, "directions": {"row": times}, "auto": {"row": "ring of 2"}}, "slow"
         if what == ["gpt"]:
@@ -59,3 +60,11 @@ def test_a_step():
     assert (step["ours"], step["peers"][QUICKEST]) == (1200, 1000)
     assert (speed_up["ours"], speed_up["peers"]) == (1.25, {QUICKEST: 1.5, ALONE: 0.9375})
     assert OURS not in step["peers"]
+
+
+def test_a_share_is_of_its_round():
+    seconds = {
+        **{PRODUCTS: [1.0, 2.0, 1.0], COLLECTIVES: [0.5, 1.0, 2.0]},
+        **{SERIAL: [1.5, 3.0, 3.0], AUTO: [1.0, 2.5, 2.5]},
+    }
+    assert shares(seconds, AUTO) == [1.0, 0.5, 0.5]
