@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -32,19 +31,18 @@ from accel.parallel.collectives import Transfer, gather_rows, reduce_scatter_row
 from accel.parallel.overlapped_linear import (
     FORMS,
     Form,
+    Kind,
     Plan,
-    cut,
     gather_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
+    pieces_of,
 )
 
 __all__ = ["Overlap", "Times", "current", "plain", "predict", "switch_on"]
 
-Kind = Literal["gather", "reduce_scatter", "all_reduce"]
-
 CHUNKS = (1, 2, 4, 8, 16)
-_REPEATS = 3
+_REPEATS, _HALVINGS = 3, 6
 _FINALISTS, _ROUNDS = 4, 5
 """Plans that run beside the plain way, and how often: the prediction does not know what transfers cost the
 core that computes. Where transfers take as long as products, eight choices were on average 2.6 % slower than
@@ -86,9 +84,16 @@ class Times:
     rows: int
     """That the ranks cut into pieces: of one rank; of all of them where the result is all-reduced."""
     product: Mapping[int, float]
-    """Rows -> of their product: for all of a rank's and for a piece of each number of chunks."""
+    """Rows -> of their product: for all of a rank's, and for some numbers below."""
     transfers: Mapping[Form, tuple[float, float]]
     """Form -> of one row, and of all."""
+
+    def multiply(self, rows: int) -> float:
+        """Linear between the numbers of rows that were measured."""
+        above = min((size for size in self.product if size >= rows), default=self.rows)
+        below = max((size for size in self.product if size <= rows), default=above)
+        share = (rows - below) / max(1, above - below)
+        return self.product[below] + share * (self.product[above] - self.product[below])
 
     def transfer(self, form: Form, rows: int) -> float:
         """Linear in the rows."""
@@ -98,45 +103,41 @@ class Times:
 
 def predict(kind: Kind, ranks: int, plan: Plan, times: Times) -> float:
     """Seconds of a product that overlaps: one lane computes, one transfers, both in order."""
-    pieces = len(cut(times.rows, plan.chunks))
-    largest = -(-times.rows // pieces)
-    own, piece = times.product[times.rows], times.product[largest]
-    transfer = times.transfer(plan.form, largest)
+    sizes = [piece.stop - piece.start for piece in pieces_of(times.rows, kind, plan)]
+    own = times.multiply(times.rows)
+    pieces = [(times.multiply(size), times.transfer(plan.form, size)) for size in sizes]
     if plan.form == "collective":
-        return _collective(kind, ranks, pieces, own, piece, transfer)
-    hops = (ranks - 1) * pieces
+        return _collective(kind, ranks, own, pieces)
     link = computed = 0.0
     arrived: list[float] = []
     if kind == "gather":
         computed = own
-        for hop in range(hops):
-            here = arrived[hop - pieces] if hop >= pieces else 0.0
+        for hop, (product, transfer) in enumerate(pieces * (ranks - 1)):
+            here = arrived[hop - len(pieces)] if hop >= len(pieces) else 0.0
             link = max(link, here) + transfer
             arrived.append(link)
-            computed = max(computed, link) + piece
+            computed = max(computed, link) + product
         return computed
-    for hop in range(hops):
-        computed += piece
-        if hop >= pieces:
-            computed = max(computed, arrived[hop - pieces])
+    for hop, (product, transfer) in enumerate(pieces * (ranks - 1)):
+        computed += product
+        if hop >= len(pieces):
+            computed = max(computed, arrived[hop - len(pieces)])
         link = max(link, computed) + transfer
         arrived.append(link)
     return max(link, computed + own)
 
 
-def _collective(
-    kind: Kind, ranks: int, pieces: int, own: float, piece: float, transfer: float
-) -> float:
+def _collective(kind: Kind, ranks: int, own: float, pieces: Sequence[tuple[float, float]]) -> float:
     link = computed = 0.0
     if kind == "gather":
         computed = own
-        for _ in range(pieces):
+        for product, transfer in pieces:
             link += transfer
-            computed = max(computed, link) + (ranks - 1) * piece
+            computed = max(computed, link) + (ranks - 1) * product
         return computed
     parts = 1 if kind == "all_reduce" else ranks
-    for _ in range(pieces):
-        computed += parts * piece
+    for product, transfer in pieces:
+        computed += parts * product
         link = max(link, computed) + transfer
     return link
 
@@ -212,7 +213,7 @@ def measure(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Times
     rows = _rows(kind, x, group)
     own = x[:rows]
     travels = own if kind == "gather" else own.new_empty((rows, w.shape[1]))
-    sizes = sorted({rows} | {-(-rows // chunks) for chunks in CHUNKS})
+    sizes = sorted({max(1, rows >> halvings) for halvings in range(_HALVINGS + 1)})
     forms: tuple[Form, ...] = ("collective",) if kind == "all_reduce" else FORMS
     calls: list[Callable[[], object]] = [partial(torch.mm, own[:size], w) for size in sizes]
     for form in forms:

@@ -6,8 +6,10 @@
 
 Letters     R  ranks;   S  first dimension of one rank;   T  rows of one rank, the product of S and what
             lies between the first dimension and the last;   K  in;   N  out features.   w [K, N]
-Chunks      the rows of a rank are cut into `chunks` pieces that differ by one row at most; of a piece the
-            ranks hold as many rows. More chunks than rows are as many as rows
+Chunks      the rows of a rank are cut into `chunks` pieces (`pieces_of`); of a piece the ranks hold as many
+            rows. More chunks than rows are as many as rows. Where the own rows are there to hide what
+            travels, what nothing hides is the product of the last piece that comes, or of the first one that
+            leaves: the last two or the first two are smaller
 Forms       ring        pieces go from rank to rank, R - 1 times, by send and receive. A rank's own rows are
                         multiplied first (gather) or last (reduce), while the link is busy without them
             collective  a collective of torch.distributed for each chunk
@@ -20,9 +22,9 @@ Errors      a rank that is gone: those of the collective or the receive, within 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -34,12 +36,15 @@ from accel.parallel.collectives import Transfer
 __all__ = [
     "FORMS",
     "Form",
+    "Kind",
     "Plan",
-    "cut",
     "gather_matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "pieces_of",
 ]
+
+Kind = Literal["gather", "reduce_scatter", "all_reduce"]
 
 Form = Literal["ring", "collective"]
 FORMS: tuple[Form, ...] = ("ring", "collective")
@@ -63,10 +68,24 @@ class Plan:
             raise ValueError(f"form {self.form!r}: use {' or '.join(FORMS)}")
 
 
-def cut(rows: int, chunks: int) -> list[slice]:
-    """Pieces of `rows` rows, none of them empty."""
-    chunks = min(rows, chunks)
-    ends = [(i * rows + chunks - 1) // chunks for i in range(chunks + 1)] if chunks else [0]
+def pieces_of(rows: int, kind: Kind, plan: Plan) -> list[slice]:
+    """Of so many rows, none of them empty.
+
+    Of a gather the last is half as large as the one before it, and that as those before; of a ring that
+    reduces the first ones are, the other way around. Else, and where there are too few rows, they differ by
+    one row at most.
+    """
+    if rows == 0:
+        return []
+    chunks = min(rows, plan.chunks)
+    shares = [1] * chunks
+    if kind == "gather":
+        shares = [*[4] * (chunks - 2), 2, 1][-chunks:]
+    elif kind == "reduce_scatter" and plan.form == "ring":
+        shares = [1, 2, *[4] * (chunks - 2)][:chunks]
+    if rows < sum(shares):
+        shares = [1] * chunks
+    ends = [rows * end // sum(shares) for end in accumulate(shares, initial=0)]
     return [slice(*piece) for piece in pairwise(ends)]
 
 
@@ -88,7 +107,8 @@ def gather_matmul(
     whole = x.new_empty((*lead, x.shape[-1]))
     y = x.new_empty((*lead, w.shape[1]))  # no view of another tensor: who gets it may write into it
     wholes, ys = (t.view(ranks, own.shape[0], t.shape[-1]) for t in (whole, y))
-    arriving = (_around if plan.form == "ring" else _together)(own, wholes, group, plan.chunks)
+    pieces = pieces_of(own.shape[0], "gather", plan)
+    arriving = (_around if plan.form == "ring" else _together)(own, wholes, group, pieces)
     for owner, piece in arriving:
         torch.mm((own if owner == me else wholes[owner])[piece], w, out=ys[owner, piece])
     if keep:
@@ -101,11 +121,10 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _around(
-    x: Tensor, whole: Tensor, group: dist.ProcessGroup, chunks: int
+    x: Tensor, whole: Tensor, group: dist.ProcessGroup, pieces: Sequence[slice]
 ) -> Iterator[tuple[int, slice]]:
     """The own rows at once, then rank and piece of what has come into `whole` by the ring."""
     ranks, me = group.size(), group.rank()
-    pieces = cut(x.shape[0], chunks)
     hops = [((me - hop) % ranks, piece) for hop in range(1, ranks) for piece in pieces]
     sources = [x[piece] for piece in pieces] + [whole[hop] for hop in hops]
     transfers = [
@@ -123,11 +142,10 @@ def _around(
 
 
 def _together(
-    x: Tensor, whole: Tensor, group: dist.ProcessGroup, chunks: int
+    x: Tensor, whole: Tensor, group: dist.ProcessGroup, pieces: Sequence[slice]
 ) -> Iterator[tuple[int, slice]]:
     """As `_around`, by all-gathers."""
     ranks, me = group.size(), group.rank()
-    pieces = cut(x.shape[0], chunks)
     works = [
         dist.all_gather([whole[r, piece] for r in range(ranks)], x[piece], group, async_op=True)
         for piece in pieces
@@ -160,14 +178,16 @@ def matmul_reduce_scatter(x: Tensor, w: Tensor, group: dist.ProcessGroup, plan: 
     y = x.new_empty((x.shape[0] // ranks, *x.shape[1:-1], w.shape[1]))
     own = y.view(y.numel() // w.shape[1], w.shape[1])
     every = _rows(x).view(ranks, own.shape[0], x.shape[-1])
-    (_sum_around if plan.form == "ring" else _sum_together)(every, w, own, group, plan.chunks)
+    pieces = pieces_of(own.shape[0], "reduce_scatter", plan)
+    (_sum_around if plan.form == "ring" else _sum_together)(every, w, own, group, pieces)
     return y
 
 
-def _sum_around(x: Tensor, w: Tensor, y: Tensor, group: dist.ProcessGroup, chunks: int) -> None:
+def _sum_around(
+    x: Tensor, w: Tensor, y: Tensor, group: dist.ProcessGroup, pieces: Sequence[slice]
+) -> None:
     """The sum of a rank's rows begins at the next rank and goes once around; it adds its own last."""
     ranks, me = group.size(), group.rank()
-    pieces = cut(x.shape[1], chunks)
     coming: list[Transfer] = []
     for hop in range(1, ranks):
         for piece in pieces:
@@ -182,9 +202,11 @@ def _sum_around(x: Tensor, w: Tensor, y: Tensor, group: dist.ProcessGroup, chunk
         transfer.wait_sent()
 
 
-def _sum_together(x: Tensor, w: Tensor, y: Tensor, group: dist.ProcessGroup, chunks: int) -> None:
+def _sum_together(
+    x: Tensor, w: Tensor, y: Tensor, group: dist.ProcessGroup, pieces: Sequence[slice]
+) -> None:
     works = []
-    for piece in cut(x.shape[1], chunks):
+    for piece in pieces:
         parts = x.new_empty((x.shape[0], *y[piece].shape))
         for part, rows in zip(parts, x[:, piece], strict=True):
             torch.mm(rows, w, out=part)
@@ -206,7 +228,7 @@ def matmul_all_reduce(x: Tensor, w: Tensor, group: dist.ProcessGroup, plan: Plan
     y = x.new_empty((*x.shape[:-1], w.shape[1]))
     rows, sums = _rows(x), y.view(y.numel() // w.shape[1], w.shape[1])
     works = []
-    for piece in cut(rows.shape[0], plan.chunks):
+    for piece in pieces_of(rows.shape[0], "all_reduce", plan):
         torch.mm(rows[piece], w, out=sums[piece])
         works.append(dist.all_reduce(sums[piece], group=group, async_op=True))
     for work in works:

@@ -71,7 +71,13 @@ def rows_keep_their_bits() -> bool:
     draw = torch.Generator().manual_seed(0)
     for rows, k, n in itertools.product((16, 64, 128), (32, 64, 128), (32, 48, 64, 128)):
         x, w = (torch.randn(size, generator=draw) for size in ((rows, k), (k, n)))
-        pieces = [piece for chunks in (2, 3, 6) for piece in overlapped_linear.cut(rows, chunks)]
+        pieces = [
+            piece
+            for chunks, kind in itertools.product(
+                (2, 3, 6), ("gather", "reduce_scatter", "all_reduce")
+            )
+            for piece in overlapped_linear.pieces_of(rows, kind, overlapped_linear.Plan(chunks))
+        ]
         for dtype in (torch.float32, torch.bfloat16):
             one, other = x.to(dtype), w.to(dtype)
             whole = one @ other

@@ -9,16 +9,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel.parallel.overlap import Overlap, Times, current, predict, switch_on
-from accel.parallel.overlapped_linear import Plan, cut
+from accel.parallel.overlapped_linear import FORMS, Form, Kind, Plan, pieces_of
+
+KINDS: tuple[Kind, ...] = ("gather", "reduce_scatter", "all_reduce")
 
 
-@given(st.integers(0, 300), st.integers(1, 400))
-def test_pieces_cover_every_row_once_and_differ_by_one_row(rows: int, chunks: int) -> None:
-    pieces = cut(rows, chunks)
+def sizes_of(rows: int, kind: Kind, plan: Plan) -> list[int]:
+    return [piece.stop - piece.start for piece in pieces_of(rows, kind, plan)]
+
+
+@given(st.integers(0, 300), st.integers(1, 400), st.sampled_from(KINDS), st.sampled_from(FORMS))
+def test_pieces_cover_every_row_once(rows: int, chunks: int, kind: Kind, form: Form) -> None:
+    pieces = pieces_of(rows, kind, Plan(chunks, form))
     assert [row for piece in pieces for row in range(rows)[piece]] == list(range(rows))
-    sizes = {piece.stop - piece.start for piece in pieces}
     assert len(pieces) == min(rows, chunks)
-    assert not sizes or (min(sizes) > 0 and max(sizes) - min(sizes) <= 1)
+    assert all(piece.stop > piece.start for piece in pieces)
+    if kind == "all_reduce" and pieces:
+        sizes = sizes_of(rows, kind, Plan(chunks, form))
+        assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pieces_that_nothing_hides_are_small(form: Form) -> None:
+    assert sizes_of(110, "gather", Plan(4, form)) == [40, 40, 20, 10]
+    assert sizes_of(30, "gather", Plan(2, form)) == [20, 10]
+    assert sizes_of(30, "gather", Plan(1, form)) == [30]
+    reduced = [10, 20, 40, 40] if form == "ring" else [27, 28, 27, 28]
+    assert sizes_of(110, "reduce_scatter", Plan(4, form)) == reduced
+    assert sizes_of(10, "gather", Plan(4, form)) == [2, 3, 2, 3], "too few rows"
 
 
 @pytest.mark.parametrize("chunks", [0, -1])
@@ -53,13 +71,27 @@ def test_two_ranks_of_a_ring_wait_for_a_piece_at_most(
 ) -> None:
     times = linear_times(24, product, transfer)
     plan = Plan(chunks)
-    # the own rows take `product`, those of the other rank as long
-    last_arrives_then = transfer + product / chunks
-    assert predict("gather", 2, plan, times) == pytest.approx(max(2 * product, last_arrives_then))
-    link_busy, link_waits = product / chunks + transfer, product + transfer / chunks
-    assert predict("reduce_scatter", 2, plan, times) == pytest.approx(
-        max(2 * product, link_busy, link_waits)
-    )
+    # the own rows take `product`, those of the other rank as long; from one piece on nothing waits
+    pieces = pieces_of(24, "gather", plan)
+    waits = max(transfer * p.stop / 24 + product * (24 - p.start) / 24 for p in pieces)
+    assert predict("gather", 2, plan, times) == pytest.approx(max(2 * product, waits))
+    pieces = pieces_of(24, "reduce_scatter", plan)
+    waits = max(product * p.stop / 24 + transfer * (24 - p.start) / 24 for p in pieces)
+    assert predict("reduce_scatter", 2, plan, times) == pytest.approx(max(2 * product, waits))
+
+
+def test_small_pieces_hide_more() -> None:
+    """Where transfers take as long as all products, of four pieces: an eighth of a rank's product is left of
+    equal ones."""
+    times = linear_times(44, 1.0, 2.0)
+    kinds: tuple[Kind, ...] = ("gather", "reduce_scatter")
+    for kind in kinds:
+        assert predict(kind, 2, Plan(4), times) == pytest.approx(2 + 4 / 44)
+
+
+def test_a_product_between_measured_ones_is_linear() -> None:
+    times = Times(8, {2: 1.0, 4: 5.0, 8: 6.0}, {})
+    assert [times.multiply(rows) for rows in (1, 2, 3, 4, 6, 8)] == [1.0, 1.0, 3.0, 5.0, 5.5, 6.0]
 
 
 @given(CHUNKS, SECONDS, SECONDS, st.integers(2, 8))
@@ -75,11 +107,11 @@ def test_collectives_hide_all_but_a_chunk_of_the_lesser(
     assert predict("all_reduce", ranks, plan, times) == pytest.approx(alone)
 
 
-@given(st.sampled_from(["gather", "reduce_scatter"]), CHUNKS, SECONDS, SECONDS, st.integers(2, 8))
+@given(st.sampled_from(KINDS[:2]), CHUNKS, SECONDS, SECONDS, st.integers(2, 8))
 def test_a_ring_is_never_below_its_bounds(
-    kind: str, chunks: int, product: float, transfer: float, ranks: int
+    kind: Kind, chunks: int, product: float, transfer: float, ranks: int
 ) -> None:
-    found = predict(kind, ranks, Plan(chunks), linear_times(24, product, transfer))  # type: ignore[arg-type]
+    found = predict(kind, ranks, Plan(chunks), linear_times(24, product, transfer))
     busy, link = ranks * product, (ranks - 1) * transfer
     assert max(busy, link) <= found * (1 + 1e-9)
     assert found <= (busy + link) * (1 + 1e-9)
