@@ -19,9 +19,10 @@ the same way. What Megatron hides already stays: in a column-parallel layer's ba
 of the input goes on beside the product for the input, and the reduction of that beside the product for the
 weights.
 
-A piece of a ring leaves as soon as it is there, and nobody waits at the end for more than one: of two ranks,
-products that take as long as transfers hide all but 1 / (2 pieces) of these, where collectives of pieces
-leave 1 / pieces.
+A piece of a ring leaves as soon as it is there. What nothing hides is the product of the last piece that
+comes, or of the first that leaves, so these are small: where products take as long as transfers, two ranks
+and four pieces leave a 22nd of that time, where equal pieces leave an eighth and collectives that reduce a
+quarter.
 
 ```bash
 torchrun ... pretrain_gpt.py --tensor-model-parallel-size 2 --sequence-parallel --accel-tp-overlap ...

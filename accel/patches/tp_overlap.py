@@ -6,9 +6,9 @@ back, travel piece by piece beside the product. What Megatron hides already stay
 of the input and the reduction of its gradient, beside the products of the backward pass.
 
 ``--accel-tp-chunks auto`` (the default) times the parts of each product where it first runs, on the
-slowest rank, takes the number of pieces and the way to send them that these times say is quickest of those
-with the plain way's bits (of all, if those that should be quicker than it have others), tries it beside the
-plain way, and keeps the plain way unless it is beaten. A number gives every product as many pieces, 1 none.
+slowest rank, tries the four ways (numbers of pieces, and how these are sent) that should be quickest by these
+times of those with the plain way's bits (one of all, if those that should be quicker than it have others)
+beside the plain way, and takes the quickest. A number gives every product as many pieces, 1 none.
 ``--accel-tp-overlap-form`` says how they go: ``ring``, from rank to rank by sends and receives, for which own
 rows are multiplied while nothing has come yet; or ``collective``.
 
