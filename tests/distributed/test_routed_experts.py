@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from accel.memory.recompute import Recomputed
 from accel.parallel.experts.exchange import Experts, Loan, routed_experts
 from accel.parallel.experts.plan import Copy
 from accel.parallel.experts.traffic import Traffic
@@ -279,6 +281,58 @@ def test_the_rows_that_were_given_are_not_kept(ranks: int) -> None:
     assert gone() is None
     y.backward(layer.dy[rank])
     assert torch.allclose(probs.grad, layer.expected()["dprobs"][rank])
+
+
+@pytest.mark.distributed(world_size=2)
+def test_rows_are_not_kept_where_they_are_computed_again() -> None:
+    """Neither the experts' rows and their probs, come or own, nor what is beside."""
+    counts = counted("even", 2)
+    layer, rank = Layer(counts), dist.get_rank()
+    each = EXPERTS // 2
+    mine = slice(rank * each, (rank + 1) * each)
+    given: list[StorageWeakRef] = []
+
+    def note(*tensors: Tensor) -> None:
+        given.extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
+
+    def mlp(x: Tensor, probs: Tensor, counts: Tensor, first: Any, second: Any) -> Tensor:
+        note(x, probs)
+        return swiglu(x, probs, first, second)
+
+    def beside(x: Tensor) -> Tensor:
+        note(x)
+        return x * x
+
+    def gradients(again: bool) -> list[Tensor]:
+        weights = [[w.clone().requires_grad_() for w in ws[mine]] for ws in layer.weights]
+        x, probs, hidden = (
+            ts[rank].clone().requires_grad_() for ts in (layer.x, layer.probs, layer.dy)
+        )
+        copies = frozenset({Copy(0, 1), Copy(EXPERTS - 1, 0)})
+
+        def forward(x: Tensor, probs: Tensor, hidden: Tensor) -> Tensor:
+            traffic = Traffic(counts, rank, copies)
+            experts = Experts(mlp, (weights[0], weights[1]))
+            out = routed_experts(
+                *(x * 1, probs * 1, traffic, dist.group.WORLD, experts, beside, hidden * 1)
+            )
+            return out[0] + out[1]
+
+        given.clear()
+        if again:
+            layers = Recomputed()
+            y = layers(forward, x, probs, hidden)
+            z = y * 1
+            assert layers.free(z) > 0
+            assert given
+            assert all(storage.expired() for storage in given)
+        else:
+            z = forward(x, probs, hidden)
+        z.backward(layer.dy[rank])
+        return [t.grad for t in (x, probs, hidden, *weights[0], *weights[1])]
+
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.distributed(world_size=2)

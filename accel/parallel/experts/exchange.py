@@ -188,33 +188,56 @@ class _Product(torch.autograd.Function):
         return grouped_gemm(grads[0], ctx.weights, counts), None, None, None
 
 
-class _Computed:
-    """A piece with its rows, and the graph that its backward goes through."""
+class _Begin(torch.autograd.Function):
+    """Where a graph begins. A graph keeps its leaves; of this it has what its operations save, and hooks on
+    saved tensors may let go of that, to compute it again in the backward pass."""
 
-    def __init__(self, piece: Piece, x: Tensor, probs: Tensor, weights: Pair) -> None:
+    @staticmethod
+    def forward(ctx: Any, differentiable: Tensor, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _begun(x: Tensor) -> Tensor:
+    """`x` as the beginning of a graph, where gradients are enabled."""
+    if not torch.is_grad_enabled():
+        return x
+    return _Begin.apply(x.new_empty(0).requires_grad_(), x.detach())
+
+
+class _Computed:
+    """A piece, and the graph that its backward goes through."""
+
+    def __init__(self, piece: Piece, weights: Pair) -> None:
         self.piece, self.weights, self.counts = piece, weights, piece.counts()
-        self.x, self.probs = x.detach().requires_grad_(), probs.detach().requires_grad_()
         self.left: Pair = ([], [])
         """Of each layer: dy and x."""
 
-    def forward(self, mlp: Callable[..., Tensor], keep: bool) -> Tensor:
+    def forward(self, x: Tensor, probs: Tensor, mlp: Callable[..., Tensor], keep: bool) -> Tensor:
         if not self.piece.blocks:
-            return self.x.detach()
+            return x
         first, second = map(self._product, self.weights, self.left)
         with torch.set_grad_enabled(keep):
-            y = mlp(self.x, self.probs, self.counts, first, second)
+            x, probs = _begun(x), _begun(probs)
+            y = mlp(x, probs, self.counts, first, second)
         if keep:
+            self.begins = get_gradient_edge(x), get_gradient_edge(probs)
             self.end = get_gradient_edge(y)
         return y.detach().contiguous()
 
     def _product(self, weights: list[Tensor], left: list[Tensor]) -> Product:
         return lambda x: _Product.apply(x, self.counts, weights, left)
 
-    def backward(self, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(self, dy: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of rows and of probs, which are of the dtype of `like`."""
         if not self.piece.blocks:
-            return dy, self.probs.detach()
-        dx, dprobs = torch.autograd.grad(self.end, (self.x, self.probs), dy)
-        del self.end, self.x
+            return dy, like.new_empty(0)
+        dx, dprobs = torch.autograd.grad(self.end, self.begins, dy)
+        del self.end, self.begins
         return dx.contiguous(), dprobs
 
 
@@ -241,26 +264,24 @@ class _Run:
         self, x: Tensor, probs: Tensor, beside_input: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         x, probs = x.detach().contiguous(), probs.detach().contiguous()
-        y = torch.empty_like(x)
+        y, self.like_probs = torch.empty_like(x), probs.new_empty(0)
         journey = Journey(self.traffic, self.group, x, y, probs)
         loan, self.loan = self.loan or self._lend(), None
         journey.ask()
         beside_y = self._beside_forward(beside_input)
         apart = self.traffic.apart()
-        self.apart = self._here(apart, self._owned(apart), x, probs)
-        self._compute(self.apart, y)
+        self.apart = self._compute(apart, self._owned(apart), x, probs, y)
         scalars = journey.arrived_scalars()
         self.slices = []
         for index, piece in enumerate(journey.pieces):
-            rows = journey.arrived(index)
-            self.slices.append(_Computed(piece, rows, scalars[index], self._owned(piece)))
-            journey.send_home(index, self.slices[index].forward(self.experts.mlp, self.keep))
+            rows, computed = journey.arrived(index), _Computed(piece, self._owned(piece))
+            self.slices.append(computed)
+            results = computed.forward(rows, scalars[index], self.experts.mlp, self.keep)
+            journey.send_home(index, results)
         self.guests = [
-            self._here(guest, loan.received(guest.experts[0]), x, probs)
+            self._compute(guest, loan.received(guest.experts[0]), x, probs, y)
             for guest in self.traffic.guests()
         ]
-        for guest in self.guests:
-            self._compute(guest, y)
         journey.wait()
         loan.wait()
         return y, beside_y
@@ -269,7 +290,7 @@ class _Run:
         self, dy: Tensor, beside_dy: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor | None]]:
         dx = torch.empty_like(dy)
-        dprobs = self.apart.probs.new_empty(dy.shape[0])
+        dprobs = self.like_probs.new_empty(dy.shape[0])
         journey = Journey(self.traffic, self.group, dy, dx)
         journey.ask()
         beside_dx = self._beside_backward(beside_dy)
@@ -279,7 +300,7 @@ class _Run:
         sums: Pair = ([], [])
         early = min(1, len(self.slices) - 1)  # one, while the second comes
         for index, computed in enumerate(self.slices):
-            rows, of_probs = computed.backward(journey.arrived(index))
+            rows, of_probs = computed.backward(journey.arrived(index), self.like_probs)
             journey.send_home(index, rows)
             scalars.append(of_probs)
             if index < early:
@@ -297,9 +318,12 @@ class _Run:
     def _beside_forward(self, x: Tensor | None) -> Tensor | None:
         if self.beside is None or x is None:
             return None
-        self.beside_input = x.detach().requires_grad_()
+        self.beside_dx: list[Tensor] = []
         with torch.set_grad_enabled(self.keep):
-            y = self.beside(self.beside_input)
+            x = _begun(x)
+            if self.keep:
+                x.register_hook(self.beside_dx.append)
+            y = self.beside(x)
         if self.keep:
             self.beside_end = get_gradient_edge(y)
         return y.detach()
@@ -308,17 +332,9 @@ class _Run:
         if self.beside is None or dy is None:
             return None
         torch.autograd.backward([self.beside_end], [dy])
-        dx = self.beside_input.grad
-        del self.beside_end, self.beside_input
+        dx = self.beside_dx.pop() if self.beside_dx else None
+        del self.beside_end
         return dx
-
-    def _here(self, piece: Piece, weights: Pair, x: Tensor, probs: Tensor) -> _Computed:
-        """Rows of this rank, which lie together."""
-        rows = self._rows(piece)
-        x, probs = x[rows], probs[rows]
-        if self.keep:  # them, and not all rows
-            x, probs = x.clone(), probs.clone()
-        return _Computed(piece, x, probs, weights)
 
     def _rows(self, piece: Piece) -> slice:
         if not piece.blocks:
@@ -326,12 +342,21 @@ class _Run:
         first, last = piece.blocks[0], piece.blocks[-1]
         return slice(self.traffic.rows(first.expert).start, self.traffic.rows(last.expert).stop)
 
-    def _compute(self, here: _Computed, y: Tensor) -> None:
-        y[self._rows(here.piece)] = here.forward(self.experts.mlp, self.keep)
+    def _compute(
+        self, piece: Piece, weights: Pair, x: Tensor, probs: Tensor, y: Tensor
+    ) -> _Computed:
+        """Rows of this rank, which lie together."""
+        rows = self._rows(piece)
+        x, probs = x[rows], probs[rows]
+        if self.keep:  # them, and not all rows
+            x, probs = x.clone(), probs.clone()
+        computed = _Computed(piece, weights)
+        y[rows] = computed.forward(x, probs, self.experts.mlp, self.keep)
+        return computed
 
     def _differentiate(self, here: _Computed, dy: Tensor, dx: Tensor, dprobs: Tensor) -> None:
         rows = self._rows(here.piece)
-        dx[rows], dprobs[rows] = here.backward(dy[rows])
+        dx[rows], dprobs[rows] = here.backward(dy[rows], self.like_probs)
 
     def _owned(self, piece: Piece) -> Pair:
         # the parameters themselves: FSDP may give them other memory in the backward pass
