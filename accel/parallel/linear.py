@@ -15,6 +15,7 @@ Overlap     where `accel.parallel.overlap` says so, the collectives that nothing
             row layer, and the reduction of dx where no dW is formed.
 Dtypes      x, W, b: one dtype; under autocast any, and they are cast to its own. dW: that of W.
             `main_grad`: float32, or the dtype of x.
+Once        a weight gradient has no graph, so a second derivative is torch's error.
 Saved       x as it came in (the rank's own rows under sequence parallelism) and W.
 Order       the products, sums and roundings of Megatron's own layers, so their bits; of an overlapped
             product see `accel.parallel.overlapped_linear`.
@@ -29,6 +30,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from accel.ops import gemm_accumulate_ref
 from accel.ops._autocast import autocasts, without_autocast
@@ -168,6 +170,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, weight = ctx.saved_tensors
@@ -218,6 +221,7 @@ class _OverlappedRow(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, weight = ctx.saved_tensors
@@ -254,6 +258,7 @@ class _Reduce(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         layout: Layout = ctx.layout

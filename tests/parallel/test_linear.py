@@ -98,3 +98,13 @@ def test_delayed_gradients_wait_and_come_oldest_first() -> None:
 def test_a_dimension_that_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match=r"last dimension of x is 4.*takes 5"):
         parallel_linear(torch.ones(2, 4), torch.ones(3, 5), None, Layout())
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    """A weight gradient that is added to `main_grad`, or comes from a collective, has no graph."""
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    y = parallel_linear(x, weight, None, Layout())
+    dx, dw = torch.autograd.grad(y.pow(2).sum(), (x, weight), create_graph=True)
+    for first in (dx, dw):
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            first.sum().backward(retain_graph=True)
