@@ -83,7 +83,7 @@ def enabled(options: Mapping[str, Any]) -> Iterator[None]:
 
 
 SCHEDULED = {"host_batch_scheduling": True}
-"""Of every side of a GPT that is ours."""
+"""As in preset fast."""
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,8 @@ def _backward(mode: Any, x: Tensor, weight: Tensor, dy: Tensor) -> Layer:
 
     def made(chosen: Overlap | None) -> Call:
         leaves = (x.clone().requires_grad_(), weight.clone().requires_grad_())
-        y = asking(chosen, partial(parallel_linear, *leaves, None, layout))()
+        forward = None if chosen is None else Overlap(1)  # what is chosen is the backward's
+        y = asking(forward, partial(parallel_linear, *leaves, None, layout))()
         return asking(chosen, partial(torch.autograd.grad, y, leaves, dy, retain_graph=True))
 
     return made

@@ -131,7 +131,7 @@ def gpt_rows(link: Link, quick: bool) -> list[dict]:
         row(name, "step", "ms", ours_first(took, best), method),
         row(
             name,
-            "speed-up of a step",
+            "speed-up of a step, host_batch_scheduling included",
             "x",
             speed_up,
             f"median of ratios of pairs; {method}",

@@ -94,7 +94,9 @@ def benchmarks_page() -> str:
         "28 November 2026, those with `accel, auto` among the peers, name the best of accel's settings as "
         "accel; later ones have `auto` there, the flag's default, and the best as a peer. The hidden share "
         "is that of the lesser of products and gloo's collectives, each alone, and above 1 where accel's own "
-        "transfers take less time than these.",
+        "transfers take less time than these. Since 29 November 2026 it is the median of rounds, all sides "
+        "with host_batch_scheduling, and accel's steps of tp_overlap's GPT are with it too, as in preset "
+        "fast; `tp_overlap alone` is without.",
     ]
     for report in reports():
         parts += [f"## {report['name']}", about(report), measurements(report)]

@@ -15,7 +15,8 @@ Overlap     where `accel.parallel.overlap` says so, the collectives that nothing
             row layer, and the reduction of dx where no dW is formed.
 Dtypes      x, W, b: one dtype; under autocast any, and they are cast to its own. dW: that of W.
             `main_grad`: float32, or the dtype of x.
-Once        a weight gradient has no graph, so a second derivative is torch's error.
+Twice       of a layer that is not split and returns its weight gradient; else what collectives and
+            `main_grad` got has no graph, so `create_graph` is an error.
 Saved       x as it came in (the rank's own rows under sequence parallelism) and W.
 Order       the products, sums and roundings of Megatron's own layers, so their bits; of an overlapped
             product see `accel.parallel.overlapped_linear`.
@@ -30,7 +31,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from accel.ops import gemm_accumulate_ref
 from accel.ops._autocast import autocasts, without_autocast
@@ -170,11 +170,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, weight = ctx.saved_tensors
         layout: Layout = ctx.layout
+        _refuse_create_graph(layout)
         weight = weight.to(dy.dtype) if layout.cast else weight
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         taken = needs_weight and _is_taken(dy, layout)
@@ -221,11 +221,11 @@ class _OverlappedRow(torch.autograd.Function):
 
     @staticmethod
     @without_autocast
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x, weight = ctx.saved_tensors
         layout: Layout = ctx.layout
+        _refuse_create_graph(layout)
         weight = weight.to(dy.dtype) if layout.cast else weight
         needs_x, needs_weight, _ = ctx.needs_input_grad
         dx = dw = None
@@ -258,14 +258,25 @@ class _Reduce(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         layout: Layout = ctx.layout
+        _refuse_create_graph(layout)
         if layout.sequence_parallel:
             assert layout.group is not None
             dy, _ = gather_rows(dy, layout.group)
         return dy, None
+
+
+def _refuse_create_graph(layout: Layout) -> None:
+    """Raises RuntimeError where a gradient's own graph would lack a part."""
+    elsewhere = layout.into_main_grad or layout.delayed is not None or layout.taken is not None
+    put_off = split_backward.current() is not None
+    if torch.is_grad_enabled() and (layout.split or elsewhere or put_off):
+        raise RuntimeError(
+            "parallel_linear: create_graph=True needs a layer that is not split over ranks and whose weight "
+            "gradient is returned at once; other gradients have no graph"
+        )
 
 
 def _plan(kind: Literal["gather", "reduce"], x: Tensor, w: Tensor, layout: Layout) -> Plan | None:
@@ -325,11 +336,11 @@ def _weight_gradient(weight: Any, dy_TN: Tensor, x: Tensor, layout: Layout) -> T
     return None
 
 
-@torch.no_grad()
 def _weight_gradient_now(weight: Any, dy_TN: Tensor, x_TK: Tensor, layout: Layout) -> Tensor | None:
     if not layout.into_main_grad:
         return dy_TN.t().matmul(x_TK).to(weight.dtype)
-    accumulate_into_main_grad(weight, dy_TN, x_TK)
+    with torch.no_grad():
+        accumulate_into_main_grad(weight, dy_TN, x_TK)
     return weight_gradient_added(weight)
 
 

@@ -175,7 +175,9 @@ def _choose(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Plan 
     in_order = sorted(predicted, key=predicted.__getitem__)
     unless = _in_order(kind, group.size(), times)
     better = [plan for plan in in_order if predicted[plan] < unless]
-    finalists = _with_same_bits(kind, x, w, group, better) or in_order[:1]
+    if not better:
+        return None
+    finalists = _with_same_bits(kind, x, w, group, better) or better[:1]
     calls = [partial(overlapped, kind, x, w, group, plan) for plan in finalists]
     both = _alternately(x, group, _ROUNDS, partial(plain, kind, x, w, group), *calls)
     stock, *ours = _slowest(x, group, both)

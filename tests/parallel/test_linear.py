@@ -3,6 +3,8 @@ Several ranks: `tests/distributed/test_parallel_linear.py`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -100,11 +102,30 @@ def test_a_dimension_that_does_not_fit_is_named() -> None:
         parallel_linear(torch.ones(2, 4), torch.ones(3, 5), None, Layout())
 
 
-def test_a_second_derivative_is_an_error() -> None:
-    """A weight gradient that is added to `main_grad`, or comes from a collective, has no graph."""
+def test_a_second_derivative_is_torchs() -> None:
+    """Of the weight's gradient too, and where what came back has no graph itself."""
+
+    def gradients(linear: Any) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        first = torch.autograd.grad(linear(*leaves).sum(), leaves, create_graph=True)
+        penalty = sum(t.square().sum() for t in first)
+        penalty += linear(*leaves).pow(3).sum()
+        first = torch.autograd.grad(penalty, leaves, create_graph=True)
+        sum(t.square().sum() for t in first).backward()
+        return [leaf.grad for leaf in leaves]
+
+    draw = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((3, 4), (5, 4), (5,))
+    )
+    found = gradients(lambda x, w, b: parallel_linear(x, w, b, Layout()))
+    torch.testing.assert_close(found, gradients(torch.nn.functional.linear))
+
+
+def test_a_second_derivative_without_all_its_parts_is_an_error() -> None:
     x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
-    y = parallel_linear(x, weight, None, Layout())
-    dx, dw = torch.autograd.grad(y.pow(2).sum(), (x, weight), create_graph=True)
-    for first in (dx, dw):
-        with pytest.raises(RuntimeError, match="differentiate twice"):
-            first.sum().backward(retain_graph=True)
+    weight.main_grad = torch.zeros(5, 4)
+    for layout in (Layout(into_main_grad=True), Layout(delayed=DelayedGradients())):
+        y = parallel_linear(x, weight, None, layout)
+        with pytest.raises(RuntimeError, match="create_graph=True needs a layer that is not split"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)

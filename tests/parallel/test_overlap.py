@@ -81,8 +81,7 @@ def test_two_ranks_of_a_ring_wait_for_a_piece_at_most(
 
 
 def test_small_pieces_hide_more() -> None:
-    """Where transfers take as long as all products, of four pieces: an eighth of a rank's product is left of
-    equal ones."""
+    """Where transfers take as long as all products. Four equal pieces would leave a quarter of a rank's."""
     times = linear_times(44, 1.0, 2.0)
     kinds: tuple[Kind, ...] = ("gather", "reduce_scatter")
     for kind in kinds:
@@ -105,6 +104,9 @@ def test_collectives_hide_all_but_a_chunk_of_the_lesser(
     assert predict("reduce_scatter", ranks, plan, times) == pytest.approx(expected)
     alone = max(product, transfer) + min(product, transfer) / chunks
     assert predict("all_reduce", ranks, plan, times) == pytest.approx(alone)
+    pieces = pieces_of(24, "gather", plan)
+    waits = max(transfer * p.stop + (ranks - 1) * product * (24 - p.start) for p in pieces) / 24
+    assert predict("gather", ranks, plan, times) == pytest.approx(max(whole, waits))
 
 
 @given(st.sampled_from(KINDS[:2]), CHUNKS, SECONDS, SECONDS, st.integers(2, 8))
