@@ -32,6 +32,7 @@ before, since a capture cannot wait for host memory. So what a graph holds has t
 the same tensors, which must stay where they are, as in any CUDA graph.
 """
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -100,7 +101,7 @@ class _Cache:
         self.nbytes = 0
 
     def get(self, key: tuple) -> _Entry | None:
-        if key in self.entries:
+        with contextlib.suppress(KeyError):  # another device's thread may drop it meanwhile
             self.entries.move_to_end(key)
         return self.entries.get(key)
 

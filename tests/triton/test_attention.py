@@ -164,6 +164,16 @@ def test_pack_is_its_sequences_one_by_one(pack, options):
             assert torch.equal(g[:, 0], grads[i][rows[i]])
 
 
+def test_pack_of_no_sequence_reads_no_seed():
+    tensors = [t[:, 0] for t in qkv(5, 5, 1, 1, 1)]
+    none = torch.zeros(1, dtype=torch.int32)
+    options = {"cu_seqlens_q": none, "cu_seqlens_k": none, "dropout": 0.4}
+    options["seed"] = torch.empty(0, 5, dtype=torch.int64)
+    (out, lse), grads = run(on_device(attention), Inputs(tensors, options))
+    assert not any(t.any() for t in (out, *grads.values()))
+    assert (lse == -torch.inf).all()
+
+
 def test_pack_of_more_sequences_than_are_counted_at_once(monkeypatch):
     if not HAS_GPU:  # a kernel that is compiled has it for good
         monkeypatch.setattr(kernels, "SEQUENCES_AT_ONCE", tl.constexpr(8))
