@@ -19,7 +19,6 @@ import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from accel.parallel.schedule import Times, dualpipe_v, interleaved, one_f_one_b, simulate, zb_v
@@ -28,7 +27,6 @@ from accel.testing.bench import OURS, row
 from benchmarks.lab import launch, network
 
 NAME = "pipeline"
-CHECKOUT = Path(__file__).parents[1]
 RATE = 20e6
 """Bytes per second: slow enough that the transfers themselves cost little of the cores."""
 PAYLOAD = 0.956
@@ -57,7 +55,7 @@ def measured(what: str, ranks: int, quick: bool) -> tuple[dict[str, Any], str]:
     command = ["-m", "benchmarks._pipeline_ranks", what, *["--quick"] * quick]
     with link(ranks) as (hosts, kind):
         command += [] if hosts is not None else [f"--limit={RATE * PAYLOAD}"]
-        outputs = launch.run(hosts, command, ranks, 2400, {"PYTHONPATH": str(CHECKOUT)})
+        outputs = launch.run(hosts, command, ranks, 2400, launch.CHECKOUT_FIRST)
     return json.loads(outputs[0].splitlines()[-1]), kind
 
 

@@ -4,13 +4,16 @@ import.
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py --tensor-model-parallel-size 2
     --sequence-parallel ...
 
-Takes every flag of Megatron-LM. Data: ``--mock-data``, or ``--data-path PREFIX`` with a tokenizer.
+Takes every flag of Megatron-LM but those of ``OTHER_DATA``, which need other batches: an error. Data:
+``--mock-data``, or ``--data-path PREFIX`` with a tokenizer.
 """
 
 import accel.megatron_adaptor  # noqa: F401  (the one line)
 
 # isort: split
+import json
 from functools import partial
+from pathlib import Path
 
 import torch
 from megatron.core import mpu
@@ -32,6 +35,8 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 stimer = StragglerDetector()
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+OTHER_DATA = ("sft", "fim_data", "dataloader_inter_document_masking", "hybrid_context_parallel")
+"""Switches that Megatron's own ``pretrain_gpt.py`` has other datasets and packed batches for."""
 
 
 def get_batch(data_iterator, vp_stage):
@@ -132,6 +137,7 @@ def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None
     """Train, validation and test datasets with the given numbers of samples."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    sizes = args.per_dataset_sequences_path
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -145,6 +151,15 @@ def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        object_storage_cache_path=args.object_storage_cache_path,
+        sequences_per_dataset=None if sizes is None else json.loads(Path(sizes).read_text()),
     )
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     print_rank_0("> building train, validation, and test datasets for GPT ...")
@@ -171,6 +186,11 @@ def main(extra_args_provider=None, model_config_from_args=gpt_config_from_args):
     args = parse_and_validate_args(
         extra_args_provider, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
     )
+    if given := [name for name in OTHER_DATA if getattr(args, name, False)]:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise SystemExit(
+            f"{flags}: this example has no such data; Megatron-LM's pretrain_gpt.py does"
+        )
     pretrain(
         pretrain_cfg_container_from_args(args, model_config_from_args(args)),
         train_valid_test_datasets_provider,

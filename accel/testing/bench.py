@@ -163,11 +163,12 @@ def main(name: str, cases: Callable[[bool], Iterable[Case]], argv: list[str] | N
 def run_rows(name: str, rows: Callable[[bool], list[dict]], args: argparse.Namespace) -> int:
     """The `main` of a benchmark that measures by itself: report `rows(quick)`, return the exit code.
 
-    A failed child process, RuntimeError and ValueError become one line on standard error, and 1.
+    A failed child process, one that was not done in time, RuntimeError and ValueError become a message on
+    standard error, and 1.
     """
     try:
         made = rows(args.quick)
-    except (subprocess.SubprocessError, RuntimeError, ValueError) as error:
+    except (subprocess.SubprocessError, TimeoutError, RuntimeError, ValueError) as error:
         print(f"accel bench {name}: {error}", file=sys.stderr)
         return 1
     _print_report(name, made, as_json=args.json)

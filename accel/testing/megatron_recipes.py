@@ -311,10 +311,12 @@ def kept_at(recipe: Recipe, folder: Path) -> Path:
 
 
 def kept_result(recipe: Recipe, folder: Path) -> Result | None:
-    """What `folder` holds of this recipe, whatever commit it is of."""
+    """What `folder` holds of this recipe in this layout, whatever commit it is of."""
     if not kept_at(recipe, folder).exists():
         return None
     result = Result(**json.loads(kept_at(recipe, folder).read_text()))
+    if result.arguments != recipe.arguments():
+        return None
     trainings: dict[str, Any] = result.trainings
     return replace(result, trainings={name: Training(**t) for name, t in trainings.items()})
 
@@ -407,6 +409,8 @@ def main() -> int:
     version = version.partition("+")[0]
     recipes = find(checkout, args.ranks)
     asked = [r for r in recipes if re.search(args.only, r.name)]
+    if not asked:
+        parser.error("--only: no recipe's name has that")
     known = known_failures.of(EXPECTED, version)["failure"]
     folder = args.keep.resolve() / version
     folder.mkdir(parents=True, exist_ok=True)
@@ -420,6 +424,10 @@ def main() -> int:
     finally:
         runner.launcher.close()
     found = [(r, kept) for r in recipes if (kept := kept_result(r, folder))]
+    if not found:
+        parser.error(
+            f"nothing was run yet with --ranks {args.ranks}: there is no result in {folder}"
+        )
     if args.report:
         args.report.write_text(report(found, known, len(recipes), version))
     wrong = unexpected([(r, kept) for r, kept in found if r in asked], known)

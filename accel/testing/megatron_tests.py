@@ -314,6 +314,8 @@ def main() -> int:
     rows = json.loads(record.read_text()) if record and record.exists() else {}
     found = []
     asked = [file for file in names if args.only in names[file]]
+    if not asked:
+        parser.error(f"--only {args.only}: no test file has that in its path")
     for file in sorted(asked, key=lambda file: not rows.get(names[file], {}).get("failed")):
         if reason := why_not_run(names[file], known):
             print(f"not run: {file.name}: {reason}", flush=True)
@@ -327,6 +329,8 @@ def main() -> int:
         found.append(result)
         counts = " ".join(f"{outcome} {result.count(outcome):4}" for outcome in OUTCOMES)
         print(f"{result.name:70} {counts} {result.seconds:5.0f} s {result.ended}", flush=True)
+    if args.no_run and not found:
+        parser.error(f"--no-run: none of these files was run yet, there is no result in {folder}")
     if args.report:
         plain = [read(kept_at(checkout, file, before)) for file in names]
         update(rows, found, [r for r in plain if r])

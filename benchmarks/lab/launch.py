@@ -18,7 +18,14 @@ from pathlib import Path
 
 from benchmarks.lab.network import Network
 
-__all__ = ["cores_of", "run"]
+__all__ = ["CHECKOUT_FIRST", "cores_of", "run"]
+
+CHECKOUT_FIRST = {
+    "PYTHONPATH": os.pathsep.join(
+        [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+}
+"""For ranks that import `benchmarks`, and else what this process does."""
 
 PORT = 29500
 """Of the store, on host 0, where nobody else listens."""
@@ -44,7 +51,7 @@ def run(
 
     Raises:
         RuntimeError: a rank failed; the others were ended. Says the end of what it wrote to stderr.
-        TimeoutError: not done in time; all were ended.
+        TimeoutError: not done in time; all were ended. Says what each wrote last.
     """
     if network is not None and ranks > network.count:
         raise ValueError(f"{ranks} ranks need as many hosts, there are {network.count}")
@@ -67,14 +74,17 @@ def run(
                     preexec_fn=pin,
                 )
             processes.append(process)
-        failed = _first_to_fail(processes, time.monotonic() + timeout)
+        try:
+            failed = _first_to_fail(processes, time.monotonic() + timeout)
+        except TimeoutError as late:
+            _end(processes)
+            said = [f"rank {rank}: {line}" for rank in range(ranks) for line in _said(folder, rank)]
+            raise TimeoutError("\n".join([str(late), *said])) from None
         if failed is not None:
             _end(processes)
             status = processes[failed].returncode
-            lines = _err(folder, failed).read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-            raise RuntimeError(
-                "\n".join([f"rank {failed} ended with exit status {status}", *lines])
-            )
+            lines = [f"rank {failed} ended with exit status {status}", *_said(folder, failed)]
+            raise RuntimeError("\n".join(lines))
         return [_out(folder, rank).read_text() for rank in range(ranks)]
 
 
@@ -90,6 +100,11 @@ def _out(folder: str, rank: int) -> Path:
 
 def _err(folder: str, rank: int) -> Path:
     return Path(folder, f"rank{rank}.err")
+
+
+def _said(folder: str, rank: int) -> list[str]:
+    """The end of what a rank wrote to stderr."""
+    return _err(folder, rank).read_text(errors="replace").splitlines()[-_TAIL_LINES:]
 
 
 def _environment(network: Network | None, rank: int, ranks: int) -> dict[str, str]:

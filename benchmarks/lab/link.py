@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from accel.testing import bench
@@ -15,7 +14,6 @@ from benchmarks.lab.limited import Limit
 
 __all__ = ["Link", "hosts_of"]
 
-CHECKOUT = Path(__file__).parents[2]
 PAYLOAD = 0.956
 """Of the link's rate, what is not the frames' heads."""
 
@@ -48,7 +46,7 @@ class Link:
         elif payload is not None:
             command.append(f"--limit={payload}")
             kind = f"{Limit.kind} of {payload / 1e6:.1f} MB/s ({self.why})"
-        environment = {"PYTHONPATH": str(CHECKOUT), **bench.MALLOC_REUSE}
+        environment = {**launch.CHECKOUT_FIRST, **bench.MALLOC_REUSE}
         outputs = launch.run(self.hosts, command, self.ranks, 900, environment)
         return json.loads(outputs[0].splitlines()[-1]), kind
 

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,6 @@ from benchmarks.lab.network import Network
 
 __all__ = ["Measured", "measure"]
 
-CHECKOUT = Path(__file__).parents[2]
 MATRIX = 256
 PINGS = 100
 
@@ -65,8 +63,7 @@ def measure(
     command = ["-m", "benchmarks.lab.probe", f"--bytes={num_bytes}", f"--repeats={repeats}"]
     if bytes_per_second is not None:
         command.append(f"--limit={bytes_per_second}")
-    environment = {"PYTHONPATH": str(CHECKOUT)}
-    outputs = launch.run(network, command, ranks, timeout, environment)
+    outputs = launch.run(network, command, ranks, timeout, launch.CHECKOUT_FIRST)
     return Measured(**json.loads(outputs[0]))
 
 

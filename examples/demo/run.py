@@ -50,7 +50,9 @@ OURS = (
     *("stock", "accel", "turns", "logs", "index", "generation"),
     *("step_memory.json", "report.html", "report.json"),
 )
-"""What a run replaces in ``RUNS``; whatever else lies there stays."""
+"""What a run replaces in its folder; whatever else lies there stays."""
+MARKER = ".accel-demo"
+"""In a folder that the demo made."""
 
 PROMPTS = ("def __init__(self", "class Test", "    def test_")
 """Without a blank at the end: the tokenizer joins a blank to the word after it."""
@@ -224,14 +226,25 @@ def _cpuinfo(key: str) -> str:
 
 
 def clear(folder: Path) -> None:
-    """Remove what an earlier run of the demo left, and nothing else."""
-    for name in OURS:
+    """Remove what an earlier run of the demo left, and nothing else.
+
+    Raises:
+        ValueError: the folder has things of these names that may be somebody else's.
+    """
+    theirs = [name for name in OURS if (folder / name).exists()]
+    if theirs and not (folder / MARKER).exists() and folder.resolve() != RUNS.resolve():
+        raise ValueError(
+            f"--folder {folder} was not made by the demo and has {', '.join(theirs)}, which a run would "
+            "replace: give a new folder"
+        )
+    for name in theirs:
         path = folder / name
         if path.is_dir():
             shutil.rmtree(path)
         else:
-            path.unlink(missing_ok=True)
+            path.unlink()
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARKER).touch()
 
 
 def demo(plan: Plan, folder: Path, console: Console) -> None:
@@ -239,12 +252,12 @@ def demo(plan: Plan, folder: Path, console: Console) -> None:
 
     Raises:
         LaunchError: a training or the generation failed.
-        ValueError: the logs do not add up to a comparison.
+        ValueError: the logs do not add up to a comparison; a folder of somebody else.
     """
     start = time.monotonic()
+    clear(folder)
     data = corpus.build(corpus.Recipe.of_this_python())
     console.print(f"{data}\n", highlight=False)
-    clear(folder)
     runs = train(plan, data, folder, console)
     tokens = plan.tokens_per_iteration
     result = compare(runs["stock"], runs["accel"], tokens, plan.turn_steps)

@@ -312,8 +312,18 @@ def test_a_failed_launch_says_why_and_where(demo, tmp_path):
 
 
 def test_clear_removes_only_what_the_demo_made(demo, tmp_path):
+    folder = tmp_path / "new"
+    demo.run.clear(folder)
+    (folder / "accel").mkdir()
+    (folder / "report.json").write_text("{}")
+    (folder / "notes.txt").write_text("mine")
+    demo.run.clear(folder)
+    assert {p.name for p in folder.iterdir()} == {"notes.txt", demo.run.MARKER}
+
+
+def test_clear_refuses_a_folder_of_somebody_else(demo, tmp_path):
     (tmp_path / "accel").mkdir()
-    (tmp_path / "report.json").write_text("{}")
-    (tmp_path / "notes.txt").write_text("mine")
-    demo.run.clear(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+    (tmp_path / "accel" / "source.py").write_text("mine")
+    with pytest.raises(ValueError, match="was not made by the demo and has accel"):
+        demo.run.clear(tmp_path)
+    assert [p.name for p in tmp_path.rglob("*")] == ["accel", "source.py"]

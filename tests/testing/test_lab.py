@@ -170,8 +170,12 @@ def test_ranks_without_a_network() -> None:
 
 def test_timeout_ends_the_ranks() -> None:
     before = set(psutil.Process().children())
-    with pytest.raises(TimeoutError, match="not done in time: rank 0, 1"):
-        launch.run(None, ["-c", "import time; time.sleep(100)"], 2, 0.5)
+    hangs = (
+        "import sys, time; print('its last words', file=sys.stderr, flush=True); time.sleep(100)"
+    )
+    said = r"not done in time: rank 0, 1\nrank 0: its last words\nrank 1: its last words"
+    with pytest.raises(TimeoutError, match=said):
+        launch.run(None, ["-c", hangs], 2, 3)
     assert set(psutil.Process().children()) <= before
 
 

@@ -443,10 +443,24 @@ def test_a_run_goes_on_where_it_stopped(
     for _ in range(2):
         assert call(monkeypatch, tmp_path, "--only", "a$") == 0
     assert ran[4:] == ["gpt/a", "gpt/a"], "nobody knows what has changed since"
-    rows = [line for line in (tmp_path / "page.md").read_text().splitlines() if "| gpt/" in line]
-    assert [row.split()[1] for row in rows] == ["gpt/a", "gpt/b"], (
-        "rows of those not asked for stay"
-    )
+
+    def names() -> list[str]:
+        lines = (tmp_path / "page.md").read_text().splitlines()
+        return [line.split()[1] for line in lines if "| gpt/" in line]
+
+    assert names() == ["gpt/a"], "the other's result is of one rank"
+    assert call(monkeypatch, tmp_path, "--only", "b$") == 0
+    assert names() == ["gpt/a", "gpt/b"], "rows of those not asked for stay"
+
+
+def test_a_run_of_nothing_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ran: list[str]
+) -> None:
+    checkout(tmp_path / "clone", gpt__a={})
+    for arguments in (("--only", "typo"), ("--no-run",)):
+        with pytest.raises(SystemExit, match="2"):
+            call(monkeypatch, tmp_path, *arguments)
+    assert not ran
 
 
 def test_the_exit_status_says_whether_failures_are_known(

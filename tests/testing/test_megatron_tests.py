@@ -309,6 +309,9 @@ def test_files_that_failed_go_first(
     assert megatron_tests.main() == 0
     rows = json.loads(record.read_text())
     assert [row["failed"] for row in rows.values()] == [0, 0, 1], "rows of other files stay"
+    monkeypatch.setattr("sys.argv", ["megatron_tests", *args, "--only", "typo"])
+    with pytest.raises(SystemExit, match="2"):
+        megatron_tests.main()
     monkeypatch.setattr("sys.argv", ["megatron_tests", *args])
     capsys.readouterr()
     assert megatron_tests.main() == 0
