@@ -784,10 +784,8 @@ class _Problem:
         if seed is None or seed.dtype != torch.int64 or not self.dropout < 1:
             raise ValueError("attention: dropout must be below 1 and needs a seed, int64")
         for_each = seed.ndim == 2 and seed.shape[0] == self.num_sequences
-        if for_each and not self.num_sequences:
-            return seed.new_zeros(
-                1, device=device
-            ), 0  # tokens of no sequence read one all the same
+        if for_each and not self.num_sequences:  # tokens of no sequence read one all the same
+            return seed.new_zeros(1, device=device), 0
         if seed.numel() != 1 and (seed.shape[-1] != 5 or not (seed.ndim == 1 or for_each)):
             raise ValueError(
                 "attention: dropout needs a seed of 1 number, or of 5 for all or for each of the "

@@ -52,7 +52,7 @@ OURS = (
 )
 """What a run replaces in its folder; whatever else lies there stays."""
 MARKER = ".accel-demo"
-"""In a folder that the demo made."""
+"""In a folder that the demo has written to, which had nothing of these names before."""
 
 PROMPTS = ("def __init__(self", "class Test", "    def test_")
 """Without a blank at the end: the tokenizer joins a blank to the word after it."""
@@ -234,8 +234,8 @@ def clear(folder: Path) -> None:
     theirs = [name for name in OURS if (folder / name).exists()]
     if theirs and not (folder / MARKER).exists() and folder.resolve() != RUNS.resolve():
         raise ValueError(
-            f"--folder {folder} was not made by the demo and has {', '.join(theirs)}, which a run would "
-            "replace: give a new folder"
+            f"--folder {folder} is not the demo's and has {', '.join(theirs)}, which a run would replace: "
+            "give a new folder"
         )
     for name in theirs:
         path = folder / name
@@ -255,9 +255,9 @@ def demo(plan: Plan, folder: Path, console: Console) -> None:
         ValueError: the logs do not add up to a comparison; a folder of somebody else.
     """
     start = time.monotonic()
-    clear(folder)
     data = corpus.build(corpus.Recipe.of_this_python())
     console.print(f"{data}\n", highlight=False)
+    clear(folder)
     runs = train(plan, data, folder, console)
     tokens = plan.tokens_per_iteration
     result = compare(runs["stock"], runs["accel"], tokens, plan.turn_steps)

@@ -4,6 +4,7 @@ another order are."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -378,6 +379,20 @@ def test_auto_takes_the_quickest_of_those_that_it_tries(
     )
     x, w = draw(64, IN, dtype=torch.float32), draw(IN, OUT, dtype=torch.float32)
     assert Overlap().plan("gather", x, w, dist.group.WORLD) == expected
+
+
+@pytest.mark.parametrize("chosen", [None, Overlap(2)], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("mode", ["column", "row"])
+@pytest.mark.distributed(world_size=2)
+def test_a_split_layer_has_no_second_derivative(mode: Any, chosen: Overlap | None) -> None:
+    """On all ranks, before a collective."""
+    x = draw(4, IN, dtype=torch.float32).requires_grad_()
+    weight = draw(OUT, IN, dtype=torch.float32).requires_grad_()
+    layout = Layout(mode, dist.group.WORLD, sequence_parallel=True)
+    with overlapping(chosen) if chosen else contextlib.nullcontext():
+        y = parallel_linear(x, weight, None, layout)
+        with pytest.raises(RuntimeError, match="create_graph=True needs a layer that is not split"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
 DIES = """

@@ -324,6 +324,6 @@ def test_clear_removes_only_what_the_demo_made(demo, tmp_path):
 def test_clear_refuses_a_folder_of_somebody_else(demo, tmp_path):
     (tmp_path / "accel").mkdir()
     (tmp_path / "accel" / "source.py").write_text("mine")
-    with pytest.raises(ValueError, match="was not made by the demo and has accel"):
+    with pytest.raises(ValueError, match="is not the demo's and has accel, which"):
         demo.run.clear(tmp_path)
     assert [p.name for p in tmp_path.rglob("*")] == ["accel", "source.py"]
