@@ -37,14 +37,19 @@ Layer = Callable[[Overlap | None], Call]
 """A pass of a layer, overlapping so or not at all."""
 
 
+SHAPE, SMALL_SHAPE = (512, 2048, 4096), (512, 1024, 4096)
+"""Rows, K and N of `Layers`: of Megatron's 1.3 B (hidden 2048, ffn 8192) with TP 2 and a sequence of 1024,
+and of half as many products."""
+
+
 class Layers:
     """A column-parallel layer [K, N], and a row-parallel one [N, K] that could follow it.
 
     Of both T rows of K numbers travel from each rank, and R T rows are multiplied.
     """
 
-    def __init__(self, quick: bool) -> None:
-        self.rows, self.k, self.n = (64, 128, 256) if quick else (512, 1024, 4096)
+    def __init__(self, quick: bool, shape: tuple[int, int, int] = SHAPE) -> None:
+        self.rows, self.k, self.n = (64, 128, 256) if quick else shape
         draw = torch.Generator().manual_seed(dist.get_rank())
         whole = RANKS * self.rows
         self.x = torch.randn(self.rows, self.k, generator=draw)
@@ -52,6 +57,9 @@ class Layers:
         self.wide = torch.randn(whole, self.n, generator=draw)
         self.column = torch.randn(self.n, self.k, generator=draw)
         self.row = torch.randn(self.k, self.n, generator=draw)
+
+    def __str__(self) -> str:
+        return f"{RANKS} x {self.rows} rows, {self.k} to {self.n} and back, fp32"
 
     @property
     def num_bytes(self) -> int:
@@ -133,17 +141,17 @@ def asking(chosen: Overlap | None, call: Callable[[], Any]) -> Callable[[], Any]
     return asked
 
 
-def products(quick: bool) -> dict[str, Any]:
+def products(quick: bool, shape: tuple[int, int, int] = SHAPE) -> dict[str, Any]:
     """Of a forward, while the other ranks compute as well."""
-    layers = Layers(quick)
+    layers = Layers(quick, shape)
     call = Scheduled(lambda: layers.x_whole @ layers.column.t())
     found = in_turn({PRODUCTS: call}, 5)
     return {"num_bytes": layers.num_bytes, "seconds": statistics.median(found[PRODUCTS])}
 
 
-def layers(quick: bool, rounds: int = 3) -> dict[str, Any]:
+def layers(quick: bool, rounds: int = 3, shape: tuple[int, int, int] = SHAPE) -> dict[str, Any]:
     """Every side with host_batch_scheduling, so that what differs is what hides."""
-    made = Layers(quick)
+    made = Layers(quick, shape)
     rounds = 2 if quick else rounds
     directions, chose = {}, {}
     for direction, (product, collective, serial, layer) in made.directions().items():
@@ -156,8 +164,7 @@ def layers(quick: bool, rounds: int = 3) -> dict[str, Any]:
         scheduled = {side: Scheduled(call) for side, call in sides.items()}
         directions[direction] = in_turn(scheduled, rounds)
         chose[direction] = told(auto)
-    shape = f"{RANKS} x {made.rows} rows, {made.k} to {made.n} and back, fp32"
-    return {"directions": directions, "auto": chose, "rounds": rounds, "shape": shape}
+    return {"directions": directions, "auto": chose, "rounds": rounds, "shape": str(made)}
 
 
 def trace(quick: bool) -> dict[str, Any]:
@@ -184,8 +191,7 @@ def trace(quick: bool) -> dict[str, Any]:
             found.append(every)
         found.sort(key=lambda ranks: max(end for events in ranks for _, _, end in events))
         sides[side] = found[len(found) // 2]
-    shape = f"{RANKS} x {made.rows} rows, {made.k} to {made.n} and back, fp32"
-    return {"sides": sides, "shape": shape}
+    return {"sides": sides, "shape": str(made)}
 
 
 def told(auto: Overlap) -> str:
@@ -281,7 +287,7 @@ def gpt(quick: bool) -> dict[str, Any]:
         ALONE: {"tp_overlap": True},
     }
     measured = {AUTO: Overlap(), ALONE: Overlap()}  # kept from step to step, as a training keeps it
-    for number in NUMBERS[1:2] if quick else NUMBERS[:-1]:
+    for number in NUMBERS[1:2] if quick else NUMBERS:
         sides[f"accel, ring of {number}"] = {"tp_overlap": True, "tp_overlap_chunks": number}
     gradients: dict[str, list[Any]] = {}
     seconds: dict[str, list[float]] = {}
@@ -323,7 +329,9 @@ if __name__ == "__main__":
     WHATS = {
         "products": products,
         "layers": layers,
-        "layers-longer": partial(layers, rounds=9),
+        "layers-longer": partial(layers, rounds=7),
+        "small-products": partial(products, shape=SMALL_SHAPE),
+        "small-layers": partial(layers, rounds=7, shape=SMALL_SHAPE),
         "gpt-products": gpt_products,
         "gpt": gpt,
         "trace": trace,

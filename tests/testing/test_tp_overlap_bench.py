@@ -27,7 +27,7 @@ class FakeLink:
     def run(self, what, quick, payload=None):
         times = {side: [seconds] for side, seconds in SECONDS.items()}
         found = {"num_bytes": 1, "seconds": 1.0, "shape": "S", "rounds": 1}
-        if what == ["layers-longer"]:
+        if what[0] in ("layers", "layers-longer", "small-layers"):
             times.pop(ALONE)
             return {**found, "directions": {"row": times}, "auto": {"row": "ring of 2"}}, "slow"
         if what == ["gpt"]:
@@ -52,6 +52,15 @@ def test_ours_is_auto_and_the_best_setting_a_peer():
     assert hidden["limit"] is None
     assert "auto, which chose ring of 2; quickest: accel, ring of 4" in time["method"]
     assert "above 1" in hidden["method"]
+
+
+def test_the_target_is_for_the_layers_of_a_model_where_transfers_take_as_long_as_products():
+    shares = [row for row in layer_rows(FakeLink(), quick=False) if row["metric"] == "hidden share"]
+    assert len(shares) == 5
+    assert [row["case"] for row in shares if row["target"] is not None] == [
+        "row, transfers take 1 of the products"
+    ]
+    assert shares[-1]["case"] == "row, small, transfers take 1 of the products"
 
 
 def test_a_step():
