@@ -23,12 +23,14 @@ import json
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -145,6 +147,7 @@ def main(name: str, cases: Callable[[bool], Iterable[Case]], argv: list[str] | N
     args = parser(name).parse_args(argv)
     if any(os.environ.get(key) != value for key, value in MALLOC_REUSE.items()):
         return _run_child(name, argv)
+    at = commit()
     rows = []
     for case in cases(args.quick):
         try:
@@ -156,7 +159,7 @@ def main(name: str, cases: Callable[[bool], Iterable[Case]], argv: list[str] | N
             )
             return 1
         rows += _rows(case, _time_sides(case, num_rounds=7 if args.quick else 31))
-    _print_report(name, rows, as_json=args.json)
+    _print_report(name, at, rows, as_json=args.json)
     return 0
 
 
@@ -164,14 +167,16 @@ def run_rows(name: str, rows: Callable[[bool], list[dict]], args: argparse.Names
     """The `main` of a benchmark that measures by itself: report `rows(quick)`, return the exit code.
 
     A failed child process, one that was not done in time, RuntimeError and ValueError become a message on
-    standard error, and 1.
+    standard error, and 1. SIGTERM is a SystemExit, so that what `rows` has started is taken down.
     """
+    at = commit()
     try:
-        made = rows(args.quick)
+        with _sigterm_exits():
+            made = rows(args.quick)
     except (subprocess.SubprocessError, TimeoutError, RuntimeError, ValueError) as error:
         print(f"accel bench {name}: {error}", file=sys.stderr)
         return 1
-    _print_report(name, made, as_json=args.json)
+    _print_report(name, at, made, as_json=args.json)
     return 0
 
 
@@ -219,20 +224,47 @@ def row(
     }
 
 
-def _print_report(name: str, rows: list[dict], *, as_json: bool) -> None:
-    """What a benchmark prints: its rows with the commit and the machine, as JSON or as a table."""
-    report = {"name": name, "commit": commit(), "machine": _machine(), "rows": rows}
+def _print_report(name: str, at: str | None, rows: list[dict], *, as_json: bool) -> None:
+    """What a benchmark prints: its rows with the commit at its start and the machine, as JSON or a table."""
+    report = {"name": name, "commit": at, "machine": _machine(), "rows": rows}
     print(json.dumps(report, indent=2) if as_json else _table(report))
 
 
+@contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """The first one; others do not interrupt what it takes down."""
+
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _run_child(name: str, argv: list[str]) -> int:
+    """Its exit status. What ends this process ends the child first, which takes down its links and ranks."""
     path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
+    child = subprocess.Popen(
         [sys.executable, "-m", f"benchmarks.{name}", *argv],
         env={**os.environ, **MALLOC_REUSE, "PYTHONPATH": path},
         cwd=CHECKOUT,
-        check=False,
-    ).returncode
+        start_new_session=True,  # Ctrl-C is for this process alone
+    )
+    ends = [s for s in _ENDS if signal.getsignal(s) is not signal.SIG_IGN]  # as nohup has it
+    before = [signal.signal(s, lambda *_: child.terminate()) for s in ends]
+    try:
+        status = child.wait()
+    finally:
+        for end, handler in zip(ends, before, strict=True):
+            signal.signal(end, handler)
+    return status if status >= 0 else 128 - status
+
+
+_ENDS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 def _limit_sides(case: Case) -> dict[str, Callable[[], object]]:
@@ -417,18 +449,24 @@ def _cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout, with "-dirty" where files differ from it; None without git."""
+    """The commit of the checkout, with "-dirty" where files differ from it that are no results and pages made
+    of them (`REWRITTEN`); None without git."""
     try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"],
-            cwd=CHECKOUT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        head = _git("rev-parse", "HEAD")
+        head.check_returncode()
+        changed = _git("diff", "--quiet", "HEAD", "--", ".", *(f":(exclude){p}" for p in REWRITTEN))
     except (OSError, subprocess.CalledProcessError):
         return None
-    return described.stdout.strip()
+    return head.stdout.strip() + "-dirty" * bool(changed.returncode)
+
+
+REWRITTEN = ("benchmarks/results", *(f"docs/*.{kind}" for kind in ("json", "md", "svg")))
+"""By `make bench` and the like, one after the other: a result does not depend on those before it."""
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["git", *arguments]
+    return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
 
 
 def _table(report: Mapping) -> str:

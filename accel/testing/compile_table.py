@@ -311,6 +311,23 @@ def compilers() -> dict[str, str]:
     return found
 
 
+def write(output: Path, rows: list[Compiled]) -> None:
+    """Write the table: these rows, and those that it has of other files which are still there."""
+    kept: dict[str, Any] = {"compilers": {}, "rows": []}
+    if output.exists():
+        kept |= json.loads(output.read_text())
+    made = {row.file for row in rows}
+    others = [
+        row
+        for row in kept["rows"]
+        if row["file"] not in made and (CUDA_FOLDER.parents[1] / row["file"]).exists()
+    ]
+    every = sorted([*map(asdict, rows), *others], key=lambda row: row["file"])
+    lines = ",\n".join(map(json.dumps, every))
+    head = json.dumps({"compilers": {**kept["compilers"], **compilers()}})[:-1]
+    output.write_text(f'{head}, "rows": [\n{lines}\n]}}\n')
+
+
 def main(argv: list[str] | None = None) -> int:
     """Compile all, write the table, and print what is wrong; 1 if anything is."""
     parser = argparse.ArgumentParser(
@@ -331,10 +348,10 @@ def main(argv: list[str] | None = None) -> int:
                 rows += compiled
     else:
         print("nvcc is not installed: csrc/cuda was not compiled", file=sys.stderr)
+    if not rows:
+        parser.error(f"no kernels to compile in {' '.join(options.only or ['csrc/cuda'])}")
     if options.output:
-        lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
-        head = json.dumps({"compilers": compilers()})[:-1]
-        options.output.write_text(f'{head}, "rows": [\n{lines}\n]}}\n')
+        write(options.output, rows)
     for row in rows:
         print(
             f"{row.file:32} {row.kernel:28} {row.case:24} {row.arch:7} "

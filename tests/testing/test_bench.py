@@ -2,7 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -236,3 +239,54 @@ def test_quick_run_of_the_norms(name, capfd):
     assert bench.run(name, json=True, quick=True) == 0
     assert json.loads(capfd.readouterr().out)["name"] == name
     assert dict(os.environ) == environment
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_a_benchmark_lets_it_take_down_what_it_started(tmp_path, end):
+    source = """
+import pathlib, sys, time
+from accel.testing import bench
+
+def rows(quick):
+    pathlib.Path("begun").touch()
+    try:
+        time.sleep(60)
+    finally:
+        pathlib.Path("taken down").touch()
+
+sys.exit(bench.run_rows("slow", rows, bench.parser("slow").parse_args()))
+"""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").touch()
+    (tmp_path / "benchmarks" / "slow.py").write_text(source)
+    program = (
+        "import pathlib, sys; from accel.testing import bench; "
+        "bench.CHECKOUT = pathlib.Path(sys.argv[1]); sys.exit(bench.run('slow'))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, tmp_path]) as process:
+        while not (tmp_path / "begun").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(end)
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert (tmp_path / "taken down").exists()
+
+
+def test_a_commit_is_dirty_by_what_a_result_depends_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "CHECKOUT", tmp_path)
+    assert bench.commit() is None
+    files = [tmp_path / name for name in ("op.py", "benchmarks/results/x/op.json", "docs/op.md")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "begin"]):
+        subprocess.run([*git, *arguments], cwd=tmp_path, check=True)
+    clean = bench.commit()
+    assert clean is not None
+    assert len(clean) == 40
+    for file in files[1:]:
+        file.write_text("again")
+    assert bench.commit() == clean
+    files[0].write_text("again")
+    assert bench.commit() == f"{clean}-dirty"

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,33 @@ def test_a_launch_is_described_as_triton_would_specialise_it():
     assert made.constants == {"one": 1, "BLOCK": 64, "nothing": None}
     assert set(made.attributes) == {(0,), (1,)}
     assert made.options == {"num_warps": 8}
+
+
+def test_rows_of_files_that_were_not_compiled_now_stay(tmp_path):
+    rope, adamw = (
+        Compiled(file=file, kernel="k", case="", arch="sm_90", num_warps=None, **sizes)
+        for file, sizes in {
+            "csrc/cuda/rope.cu": {"registers": 8, "shared_bytes": 0, "spill_bytes": 0},
+            "accel/_triton/adamw.py": {"registers": 9, "shared_bytes": 0, "spill_bytes": 0},
+        }.items()
+    )
+    output = tmp_path / "rows.json"
+    gone = replace(rope, file="csrc/cuda/gone.cu")
+    compile_table.write(output, [gone, rope, replace(adamw, registers=7)])
+    before = json.loads(output.read_text())
+    output.write_text(json.dumps({**before, "compilers": {"nvcc": "1", "triton": "1"}}))
+    compile_table.write(output, [adamw])
+    table = json.loads(output.read_text())
+    assert [(row["file"], row["registers"]) for row in table["rows"]] == [
+        ("accel/_triton/adamw.py", 9),
+        ("csrc/cuda/rope.cu", 8),
+    ]
+    assert table["compilers"]["nvcc"] == compile_table.compilers().get("nvcc", "1")
+    assert table["compilers"]["triton"] != "1"
+
+
+def test_a_table_of_nothing_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(compile_table, "compile_triton", lambda only: [])
+    with pytest.raises(SystemExit):
+        compile_table.main(["--only", "rms", "--triton-only"])
+    assert "no kernels to compile in rms" in capsys.readouterr().err
