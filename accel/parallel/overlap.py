@@ -7,7 +7,8 @@
             quickest four with its bits at this number of rows, which products of few rows may not have; if
             none has them, the quickest.
             They and the plain way then run side by side, and the quickest stays: a wrong prediction costs
-            nothing but that
+            nothing but that. Products over symmetric memory, where they were asked for and have the plain
+            way's bits, run beside them
 
     y = gather_matmul(x, w, group, plan)        where `current()` gives a plan for it
 
@@ -27,9 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel.parallel import symmetric_memory
 from accel.parallel.collectives import Transfer, gather_rows, reduce_scatter_rows
 from accel.parallel.overlapped_linear import (
     FORMS,
+    SYMMETRIC,
     Form,
     Kind,
     Plan,
@@ -54,11 +57,13 @@ class Overlap:
 
     Args:
         chunks: of every product, 1 for none at all; None: chosen for each by its times.
-        form: of every product, where chunks are given.
+        form: of every product, where chunks are given; symmetric: also tried where they are not.
     """
 
     def __init__(self, chunks: int | None = None, form: Form = "ring") -> None:
         self.fixed = None if chunks is None else Plan(chunks, form)
+        self._symmetric = form == SYMMETRIC
+        self._serves: set[str] = set()
         self.chosen: dict[tuple[object, ...], Plan | None] = {}
         """What was measured -> its plan, None for the plain way."""
 
@@ -66,14 +71,28 @@ class Overlap:
         """Of `kind`'s product of x and w (`overlapped_linear`); None: it does not overlap.
 
         All ranks of the group ask alike: it may measure, for which each needs the others.
+
+        Raises:
+            ValueError: symmetric memory was asked for, and the group has none.
         """
+        if self.fixed is not None and self.fixed.chunks == 1:
+            return None
+        symmetric = self._symmetric and kind != "all_reduce"
+        if symmetric and group.group_name not in self._serves:
+            if (reason := symmetric_memory.reason(x.device, group)) is not None:
+                raise ValueError(
+                    f"tp_overlap: form {SYMMETRIC}: the tensor-parallel group cannot: {reason}; use "
+                    f"{' or '.join(FORMS)}"
+                )
+            self._serves.add(group.group_name)
         if self.fixed is not None:
-            return self.fixed if self.fixed.chunks > 1 else None
+            return self.fixed
         x = x.reshape(-1, x.shape[-1]).contiguous()
         rows = x.shape[0].bit_length()
         key = (kind, group.group_name, rows, w.shape, w.is_contiguous(), x.dtype, x.device)
         if key not in self.chosen:
-            self.chosen[key] = _choose(kind, x, w, group)
+            also = [Plan(group.size(), SYMMETRIC)] if symmetric else []
+            self.chosen[key] = _choose(kind, x, w, group, also)
         return self.chosen[key]
 
 
@@ -162,7 +181,10 @@ def overlapped(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup, plan:
 
 
 @torch.no_grad()
-def _choose(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Plan | None:
+def _choose(
+    kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup, also: Sequence[Plan] = ()
+) -> Plan | None:
+    """Of those that should be quicker than the plain way, and of `also`."""
     rows = _rows(kind, x, group)
     if rows == 0:
         return None
@@ -175,9 +197,11 @@ def _choose(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Plan 
     in_order = sorted(predicted, key=predicted.__getitem__)
     unless = _in_order(kind, group.size(), times)
     better = [plan for plan in in_order if predicted[plan] < unless]
-    if not better:
+    finalists = _with_same_bits(kind, x, w, group, better)
+    finalists += _with_same_bits(kind, x, w, group, also)
+    finalists = finalists or better[:1]
+    if not finalists:
         return None
-    finalists = _with_same_bits(kind, x, w, group, better) or better[:1]
     calls = [partial(overlapped, kind, x, w, group, plan) for plan in finalists]
     both = _alternately(x, group, _ROUNDS, partial(plain, kind, x, w, group), *calls)
     stock, *ours = _slowest(x, group, both)

@@ -13,6 +13,8 @@ Chunks      the rows of a rank are cut into `chunks` pieces (`pieces_of`); of a 
 Forms       ring        pieces go from rank to rank, R - 1 times, by send and receive. A rank's own rows are
                         multiplied first (gather) or last (reduce), while the link is busy without them
             collective  a collective of torch.distributed for each chunk
+            symmetric   PyTorch's products over symmetric memory (`symmetric_memory`), in as many pieces as
+                        ranks; all-reduced results by collectives
 Bits        those of the product of all rows followed by the collective, where a row's product does not depend
             on how many rows there are, and a sum not on its order: of two ranks it does not
 Memory      received where it stays: no copy but that of the own rows, for who keeps them (and what
@@ -31,10 +33,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel.parallel import symmetric_memory
 from accel.parallel.collectives import Transfer
 
 __all__ = [
     "FORMS",
+    "SYMMETRIC",
     "Form",
     "Kind",
     "Plan",
@@ -46,8 +50,11 @@ __all__ = [
 
 Kind = Literal["gather", "reduce_scatter", "all_reduce"]
 
-Form = Literal["ring", "collective"]
+Form = Literal["ring", "collective", "symmetric"]
 FORMS: tuple[Form, ...] = ("ring", "collective")
+"""By messages, everywhere."""
+SYMMETRIC: Form = "symmetric"
+"""By devices that read each other's memory."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,8 @@ class Plan:
     def __post_init__(self) -> None:
         if self.chunks < 1:
             raise ValueError(f"{self.chunks} chunks: give 1 or more")
-        if self.form not in FORMS:
-            raise ValueError(f"form {self.form!r}: use {' or '.join(FORMS)}")
+        if self.form not in (*FORMS, SYMMETRIC):
+            raise ValueError(f"form {self.form!r}: use {', '.join(FORMS)} or {SYMMETRIC}")
 
 
 def pieces_of(rows: int, kind: Kind, plan: Plan) -> list[slice]:
@@ -101,6 +108,8 @@ def gather_matmul(
     Returns:
         `[R S, ..., N]`, one rank after the other, and `[R S, ..., K]` or None.
     """
+    if plan.form == SYMMETRIC and x.numel():
+        return symmetric_memory.gather_matmul(x, w, group, keep=keep)
     ranks, me = group.size(), group.rank()
     own = _rows(x)
     lead = (ranks * x.shape[0], *x.shape[1:-1])
@@ -175,6 +184,8 @@ def matmul_reduce_scatter(x: Tensor, w: Tensor, group: dist.ProcessGroup, plan: 
         raise ValueError(
             f"the first dimension, {x.shape[0]}, is to be scattered and is no multiple of the {ranks} ranks"
         )
+    if plan.form == SYMMETRIC and x.numel():
+        return symmetric_memory.matmul_reduce_scatter(x, w, group)
     y = x.new_empty((x.shape[0] // ranks, *x.shape[1:-1], w.shape[1]))
     own = y.view(y.numel() // w.shape[1], w.shape[1])
     every = _rows(x).view(ranks, own.shape[0], x.shape[-1])

@@ -10,7 +10,9 @@ slowest rank, tries the four ways (numbers of pieces, and how these are sent) th
 times of those with the plain way's bits (one of all, if those that should be quicker than it have others)
 beside the plain way, and takes the quickest. A number gives every product as many pieces, 1 none.
 ``--accel-tp-overlap-form`` says how they go: ``ring``, from rank to rank by sends and receives, for which own
-rows are multiplied while nothing has come yet; or ``collective``.
+rows are multiplied while nothing has come yet; or ``collective``. ``symmetric`` is PyTorch's own products
+over symmetric memory ("async TP"), for GPUs of one host that read each other's memory: with a number it is
+every product's way, with ``auto`` one more that is tried. Not yet run on two GPUs, so only by name.
 
 With and without sequence parallelism (without it, slices are all-reduced in row-parallel layers), both specs,
 frozen weights, recomputation, pipelines, delayed weight gradients, ``--defer-embedding-wgrad-compute``, any
@@ -29,7 +31,7 @@ from typing import Any
 
 from accel.feature import Context, Feature, Setting
 from accel.parallel import overlap
-from accel.parallel.overlapped_linear import FORMS, Form
+from accel.parallel.overlapped_linear import FORMS, SYMMETRIC, Form
 from accel.patches import _linear
 from accel.upstream import SUPPORTED_RANGE, te_installed
 
@@ -50,10 +52,10 @@ def parse_chunks(given: Any) -> int | None:
 
 
 def parse_form(given: Any) -> Form:
-    for form in FORMS:
+    for form in (*FORMS, SYMMETRIC):
         if given == form:
             return form
-    raise ValueError(f"{given!r}: use {' or '.join(FORMS)}")
+    raise ValueError(f"{given!r}: use {', '.join(FORMS)} or {SYMMETRIC}")
 
 
 def refused(context: Context) -> str | None:
@@ -101,7 +103,7 @@ FEATURE = Feature(
         Setting(
             name="form",
             metavar="FORM",
-            summary=f"how they travel, where their number is given: {' or '.join(FORMS)}",
+            summary=f"how they travel, where their number is given: {' or '.join(FORMS)}; or {SYMMETRIC}",
             parse=parse_form,
         ),
     ),

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel.parallel import overlap
+from accel.parallel import overlap, symmetric_memory
 from accel.parallel.linear import DelayedGradients, Layout, parallel_linear
 from accel.parallel.overlap import Overlap, Times
 from accel.parallel.overlapped_linear import (
     FORMS,
+    SYMMETRIC,
     Form,
     Plan,
     gather_matmul,
@@ -90,12 +91,12 @@ def assert_same(found: Tensor | None, expected: Tensor | None, exact: bool, term
         torch.testing.assert_close(found, expected, rtol=0.0, atol=limit)
 
 
-def check_products(dtype: torch.dtype) -> None:
+def check_products(dtype: torch.dtype, forms: tuple[Form, ...] = FORMS) -> None:
     ranks, me = dist.get_world_size(), dist.get_rank()
     group = dist.group.WORLD
     assert group is not None
     exact_ones = 0
-    for form, rows, chunks in itertools.product(FORMS, (0, 1, 7, 64), (1, *CHUNKS)):
+    for form, rows, chunks in itertools.product(forms, (0, 1, 7, 64), (1, *CHUNKS)):
         plan = Plan(chunks, form)
         every = draw(ranks, rows, IN, dtype=dtype)
         w = draw(ranks, IN, OUT, dtype=dtype, seed=1)[me]
@@ -127,6 +128,106 @@ def test_products_of_two_ranks(dtype: torch.dtype) -> None:
 @pytest.mark.distributed(world_size=4)
 def test_products_of_four_ranks(dtype: torch.dtype) -> None:
     check_products(dtype)
+
+
+@pytest.fixture
+def symmetric_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """PyTorch's products over symmetric memory, by its own fallbacks on CPU tensors; those that ran."""
+    from torch.distributed import _symmetric_memory as torchs
+
+    ran: list[str] = []
+    library = torch.library.Library("symm_mem", "IMPL")
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        fallback = getattr(torchs, f"_{name}_fallback")
+
+        def noted(*args: Any, name: str = name, fallback: Any = fallback, **kwargs: Any) -> Any:
+            ran.append(name)
+            return fallback(*args, **kwargs)
+
+        library.impl(name, noted, "CPU")
+    monkeypatch.setattr(symmetric_memory, "reason", lambda device, group: None)
+    yield ran
+    library._destroy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.distributed(world_size=2)
+def test_products_over_symmetric_memory(dtype: torch.dtype, symmetric_products: list[str]) -> None:
+    check_products(dtype, (SYMMETRIC,))
+    assert set(symmetric_products) == {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}
+
+
+@pytest.mark.distributed(world_size=4)
+def test_layers_over_symmetric_memory(symmetric_products: list[str]) -> None:
+    check_layers(SYMMETRIC)
+    assert set(symmetric_products) == {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.distributed(world_size=2)
+def test_products_of_two_gpus_over_symmetric_memory() -> None:
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    group = dist.new_group(backend="nccl")
+    if (reason := symmetric_memory.reason(device, group)) is not None:
+        pytest.skip(reason)
+    x, w = (
+        draw(*size, dtype=torch.bfloat16, seed=seed + dist.get_rank()).to(device)
+        for size, seed in (((256, IN), 0), ((IN, OUT), 2))
+    )
+    for keep in (True, False):
+        expected = gather_matmul(x, w, group, Plan(2, "collective"), keep=keep)
+        found = gather_matmul(x, w, group, Plan(2, SYMMETRIC), keep=keep)
+        torch.testing.assert_close(found, expected)
+    summed = matmul_reduce_scatter(x, w, group, Plan(2, SYMMETRIC))
+    torch.testing.assert_close(summed, matmul_reduce_scatter(x, w, group, Plan(2, "collective")))
+
+
+@pytest.mark.parametrize("seconds", [[3.0, 2.0, 1.0], [3.0, 1.0, 2.0], [1.0, 2.0, 3.0]], ids=str)
+@pytest.mark.distributed(world_size=2)
+def test_auto_tries_symmetric_memory_where_it_was_asked_for(
+    seconds: list[float], symmetric_products: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the plain way and one ring; where it has other bits, it is not tried."""
+    times = Times(64, {1: 1.0, 64: 64.0}, {"ring": (2.0, 128.0), "collective": (200.0, 400.0)})
+    monkeypatch.setattr(overlap, "measure", lambda *args: times)
+    monkeypatch.setattr(overlap, "CHUNKS", (2,))
+    monkeypatch.setattr(
+        overlap, "_alternately", lambda x, group, rounds, *calls: seconds[: len(calls)]
+    )
+    x, w = draw(64, IN, dtype=torch.float32), draw(IN, OUT, dtype=torch.float32)
+    expected = [None, Plan(2), Plan(2, SYMMETRIC)]
+    quickest = expected[seconds.index(1.0)]
+    assert Overlap(form=SYMMETRIC).plan("gather", x, w, dist.group.WORLD) == quickest
+    assert symmetric_products
+    symmetric_products.clear()
+    assert (
+        Overlap().plan("gather", x, w, dist.group.WORLD)
+        == expected[seconds[:2].index(min(seconds[:2]))]
+    )
+    assert not symmetric_products
+
+    def other_bits(*args: Any, **kwargs: Any) -> Any:
+        y, whole = gather_matmul(x, w, dist.group.WORLD, Plan(2))
+        return y + float(dist.get_rank() == 1), whole
+
+    monkeypatch.setattr(symmetric_memory, "gather_matmul", other_bits)
+    found = Overlap(form=SYMMETRIC).plan("gather", x, w, dist.group.WORLD)
+    assert found == expected[seconds[:2].index(min(seconds[:2]))]
+
+
+@pytest.mark.distributed(world_size=2)
+def test_symmetric_memory_that_is_not_there_is_an_error_before_a_product() -> None:
+    x, w = torch.ones(4, IN), torch.ones(IN, OUT)
+    for chosen, kind in itertools.product(
+        (Overlap(2, SYMMETRIC), Overlap(form=SYMMETRIC)), ("gather", "reduce_scatter")
+    ):
+        with pytest.raises(
+            ValueError, match=r"form symmetric: .* on cpu, .*; use ring or collective"
+        ):
+            chosen.plan(kind, x, w, dist.group.WORLD)
+    assert Overlap(1, SYMMETRIC).plan("gather", x, w, dist.group.WORLD) is None
+    assert Overlap(2, SYMMETRIC).plan("all_reduce", x, w, dist.group.WORLD) == Plan(2, SYMMETRIC)
 
 
 @pytest.mark.distributed(world_size=2)

@@ -46,7 +46,7 @@ def test_fewer_than_one_chunk_is_an_error_that_names_it(chunks: int) -> None:
 
 
 def test_an_unknown_form_is_an_error_that_names_it() -> None:
-    with pytest.raises(ValueError, match="form 'star': use ring or collective"):
+    with pytest.raises(ValueError, match="form 'star': use ring, collective or symmetric"):
         Plan(2, "star")  # type: ignore[arg-type]
 
 

@@ -31,8 +31,8 @@ def test_other_numbers_of_pieces_are_an_error_that_names_them(given: str) -> Non
 
 
 def test_an_unknown_form_is_an_error_that_names_it() -> None:
-    assert tp_overlap.parse_form("ring") == "ring"
-    with pytest.raises(ValueError, match="'star': use ring or collective"):
+    assert [tp_overlap.parse_form(form) for form in ("ring", "symmetric")] == ["ring", "symmetric"]
+    with pytest.raises(ValueError, match="'star': use ring, collective or symmetric"):
         tp_overlap.parse_form("star")
 
 
