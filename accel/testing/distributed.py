@@ -244,27 +244,32 @@ class Batch:
                 self.outcomes[left.pop(0)] = Outcome("failed", f"a rank {why}\n{_tail(output)}")
 
     def _read(self, reports: Path, tests: Sequence[str]) -> None:
+        """A test has failed if it has on one rank; it was skipped or has passed once all are done with it."""
         files = [reports / f"rank{rank}.jsonl" for rank in range(self.world_size)]
         rows = [
             (rank, json.loads(line))
             for rank, file in enumerate(files)
-            for line in (file.read_text().splitlines() if file.exists() else ())
+            for line in (file.read_text().splitlines(keepends=True) if file.exists() else ())
+            if line.endswith("\n")  # else the rank ended as it wrote
         ]
         for test in tests:
             phases = [(rank, row) for rank, row in rows if row["test"] == test]
-            bad = [(rank, row) for rank, row in phases if row["outcome"] != "passed"]
             seconds = max(
                 (row["seconds"] for _, row in phases if row["when"] == "call"), default=0.0
             )
-            if bad:
-                bad.sort(key=lambda rank_row: rank_row[1]["outcome"] != "failed")
-                rank, row = bad[0]
-                self.outcomes[test] = Outcome(
-                    row["outcome"], f"rank {rank}: {row['text']}", seconds
-                )
-            elif sum(row["when"] == "teardown" for _, row in phases) == self.world_size:
-                printed = [r["printed"] for rank, r in phases if rank == 0 and r["when"] == "call"]
-                self.outcomes[test] = Outcome("passed", "".join(printed), seconds)
+            ended = sum(row["when"] == "teardown" for _, row in phases) == self.world_size
+            for outcome in ("failed", "skipped") if ended else ("failed",):
+                bad = [(rank, row) for rank, row in phases if row["outcome"] == outcome]
+                if bad:
+                    rank, row = bad[0]
+                    self.outcomes[test] = Outcome(outcome, f"rank {rank}: {row['text']}", seconds)
+                    break
+            else:
+                if ended:
+                    printed = [
+                        r["printed"] for rank, r in phases if (rank, r["when"]) == (0, "call")
+                    ]
+                    self.outcomes[test] = Outcome("passed", "".join(printed), seconds)
 
 
 _LAUNCHER = Launcher()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from accel.testing.distributed import under_torchrun
+from accel.testing.distributed import Batch, Outcome, under_torchrun
 
 
 @pytest.fixture
@@ -63,3 +64,44 @@ def test_durations_are_those_on_the_ranks(tmp_path: Path) -> None:
     seconds = {name: float(number) for number, name in shown}
     assert 3 <= seconds["test_long"] < 6, done.stdout
     assert seconds["test_short"] < whole - 3, "the launch without the other test"
+
+
+def phase(when: str, outcome: str = "passed") -> str:
+    row = {
+        "test": "t",
+        "when": when,
+        "outcome": outcome,
+        "text": outcome,
+        "printed": "p",
+        "seconds": 1.0,
+    }
+    return json.dumps(row) + "\n"
+
+
+DONE = [phase("setup"), phase("call"), phase("teardown")]
+SKIPPED = [phase("setup"), phase("call", "skipped"), phase("teardown")]
+FAILED = [phase("setup"), phase("call", "failed"), phase("teardown")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([DONE, DONE], Outcome("passed", "p", 1.0)),
+        ([SKIPPED, SKIPPED], Outcome("skipped", "rank 0: skipped", 1.0)),
+        ([DONE, SKIPPED], Outcome("skipped", "rank 1: skipped", 1.0)),
+        ([SKIPPED, FAILED], Outcome("failed", "rank 1: failed", 1.0)),
+        ([FAILED[:2], DONE[:1]], Outcome("failed", "rank 0: failed", 1.0)),
+        ([SKIPPED, DONE[:1]], None),
+        ([SKIPPED, []], None),
+        ([DONE, [*DONE[:2], DONE[2][:20]]], None),
+    ],
+)
+def test_a_rank_that_died_is_not_hidden_by_one_that_skipped(
+    ranks: list[list[str]], expected: Outcome | None, tmp_path: Path
+) -> None:
+    """No outcome: the launch's exit status becomes the test's failure."""
+    for rank, lines in enumerate(ranks):
+        (tmp_path / f"rank{rank}.jsonl").write_text("".join(lines))
+    batch = Batch(2)
+    batch._read(tmp_path, ["t"])
+    assert batch.outcomes.get("t") == expected
