@@ -146,15 +146,22 @@ def scheduling_rows(quick: bool) -> list[dict]:
 def shared_memory_rows(quick: bool) -> list[dict]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(RANKS), "-m", f"benchmarks.{NAME}"]
-    done = subprocess.run(
-        command + ["--quick"] * quick,
+    command += ["--quick"] * quick
+    with subprocess.Popen(
+        command,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=bench.CHECKOUT,
         stdout=subprocess.PIPE,
         text=True,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    ) as process:
+        try:
+            printed, _ = process.communicate()
+        except BaseException:
+            process.terminate()  # torchrun ends its ranks before it exits
+            raise
+    if process.returncode != 0:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return json.loads(printed.splitlines()[-1])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,8 +7,8 @@
             quickest four with its bits at this number of rows, which products of few rows may not have; if
             none has them, the quickest.
             They and the plain way then run side by side, and the quickest stays: a wrong prediction costs
-            nothing but that. Products over symmetric memory, where they were asked for and have the plain
-            way's bits, run beside them
+            nothing but that. Products over symmetric memory, where they were asked for, run beside them:
+            with its bits, or where nothing has these
 
     y = gather_matmul(x, w, group, plan)        where `current()` gives a plan for it
 
@@ -78,13 +78,8 @@ class Overlap:
         if self.fixed is not None and self.fixed.chunks == 1:
             return None
         symmetric = self._symmetric and kind != "all_reduce"
-        if symmetric and group.group_name not in self._serves:
-            if (reason := symmetric_memory.reason(x.device, group)) is not None:
-                raise ValueError(
-                    f"tp_overlap: form {SYMMETRIC}: the tensor-parallel group cannot: {reason}; use "
-                    f"{' or '.join(FORMS)}"
-                )
-            self._serves.add(group.group_name)
+        if symmetric:
+            self._require_symmetric_memory(x.device, group)
         if self.fixed is not None:
             return self.fixed
         x = x.reshape(-1, x.shape[-1]).contiguous()
@@ -94,6 +89,16 @@ class Overlap:
             also = [Plan(group.size(), SYMMETRIC)] if symmetric else []
             self.chosen[key] = _choose(kind, x, w, group, also)
         return self.chosen[key]
+
+    def _require_symmetric_memory(self, device: torch.device, group: dist.ProcessGroup) -> None:
+        if group.group_name in self._serves:
+            return
+        if (reason := symmetric_memory.reason(device, group)) is not None:
+            raise ValueError(
+                f"tp_overlap: form {SYMMETRIC}: the tensor-parallel group cannot: {reason}; use "
+                f"{' or '.join(FORMS)}"
+            )
+        self._serves.add(group.group_name)
 
 
 @dataclass(frozen=True)
@@ -197,9 +202,10 @@ def _choose(
     in_order = sorted(predicted, key=predicted.__getitem__)
     unless = _in_order(kind, group.size(), times)
     better = [plan for plan in in_order if predicted[plan] < unless]
-    finalists = _with_same_bits(kind, x, w, group, better)
-    finalists += _with_same_bits(kind, x, w, group, also)
-    finalists = finalists or better[:1]
+    finalists = [
+        *_with_same_bits(kind, x, w, group, better),
+        *_with_same_bits(kind, x, w, group, also),
+    ] or [*better[:1], *also]
     if not finalists:
         return None
     calls = [partial(overlapped, kind, x, w, group, plan) for plan in finalists]
@@ -219,6 +225,8 @@ def _with_same_bits(
     kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup, plans: Sequence[Plan]
 ) -> list[Plan]:
     """The first that give what the plain way does, on every rank, of rows that are drawn."""
+    if not plans:
+        return []
     draw = torch.Generator(x.device).manual_seed(group.rank())
     x = torch.empty_like(x).normal_(generator=draw)  # x may be all 0, or the same everywhere
     expected = plain(kind, x, w, group)

@@ -14,12 +14,14 @@ Forms       ring        pieces go from rank to rank, R - 1 times, by send and re
                         multiplied first (gather) or last (reduce), while the link is busy without them
             collective  a collective of torch.distributed for each chunk
             symmetric   PyTorch's products over symmetric memory (`symmetric_memory`), in as many pieces as
-                        ranks; all-reduced results by collectives
+                        ranks whatever `chunks` is; all-reduced results by collectives
 Bits        those of the product of all rows followed by the collective, where a row's product does not depend
             on how many rows there are, and a sum not on its order: of two ranks it does not
 Memory      received where it stays: no copy but that of the own rows, for who keeps them (and what
-            torch.distributed copies in its collectives); what stock holds, and one piece
-Errors      a rank that is gone: those of the collective or the receive, within the group's own time-out
+            torch.distributed copies in its collectives); what stock holds, and one piece. Symmetric: and
+            PyTorch's workspace
+Errors      a rank that is gone: those of the collective or the receive, within the group's own time-out; not
+            so of symmetric memory
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@ other's memory while they multiply.
     gather_matmul           torch.ops.symm_mem.fused_all_gather_matmul
     matmul_reduce_scatter   torch.ops.symm_mem.fused_matmul_reduce_scatter
 
-For CUDA devices of one host that read each other's memory. No two of them were at hand: what has run is
-these operators' own fallbacks, on CPUs, by which tests hold names, arguments and results.
+For CUDA devices of one host that read each other's memory, by NVLink. No two of them were at hand: what has
+run is these operators' own fallbacks, on CPUs, by which tests hold names, arguments and results. A workspace
+of a rank's rows stays as long as the process. A rank that is gone is waited for on the device, with no end.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +30,8 @@ def gather_matmul(
     """As `overlapped_linear.gather_matmul`; some rows."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     lead = (group.size() * x.shape[0], *x.shape[1:-1])
-    whole, (y,) = _ops().fused_all_gather_matmul(rows, [w], 0, group.group_name, return_A=keep)
+    # without x for small shapes one product after all has come, which would be measured for this
+    whole, (y,) = _ops().fused_all_gather_matmul(rows, [w], 0, group.group_name, return_A=True)
     return _alone(y, lead), _alone(whole, lead) if keep else None
 
 
@@ -43,9 +44,8 @@ def matmul_reduce_scatter(x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Ten
 
 def _alone(y: Tensor, lead: Sequence[int]) -> Tensor:
     """The same memory as a tensor that is no view: who gets it of an autograd function may write into it."""
-    y, size = y.contiguous(), (*lead, y.shape[-1])
-    stride = [math.prod(size[i + 1 :]) for i in range(len(size))]
-    return y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), size, stride)
+    y = y.reshape(*lead, y.shape[-1])
+    return y.new_empty(0).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
 
 
 def _ops() -> Any:

@@ -11,8 +11,10 @@ times of those with the plain way's bits (one of all, if those that should be qu
 beside the plain way, and takes the quickest. A number gives every product as many pieces, 1 none.
 ``--accel-tp-overlap-form`` says how they go: ``ring``, from rank to rank by sends and receives, for which own
 rows are multiplied while nothing has come yet; or ``collective``. ``symmetric`` is PyTorch's own products
-over symmetric memory ("async TP"), for GPUs of one host that read each other's memory: with a number it is
-every product's way, with ``auto`` one more that is tried. Not yet run on two GPUs, so only by name.
+over symmetric memory ("async TP"), for GPUs of one host that read each other's memory by NVLink, under
+sequence parallelism: with a number above 1 the way of every product, whichever it is; with ``auto`` one more
+that is tried, if it has the plain way's bits or no other has. Not yet run on two GPUs, so only by name;
+PyTorch's kernels wait without a time-out for a rank that is gone.
 
 With and without sequence parallelism (without it, slices are all-reduced in row-parallel layers), both specs,
 frozen weights, recomputation, pipelines, delayed weight gradients, ``--defer-embedding-wgrad-compute``, any

@@ -18,6 +18,7 @@ GB/s from run to run where memory gives 44. Smaller inputs stay in the caches, f
 """
 
 import argparse
+import ctypes
 import itertools
 import json
 import os
@@ -246,25 +247,45 @@ def _sigterm_exits() -> Iterator[None]:
 
 
 def _run_child(name: str, argv: list[str]) -> int:
-    """Its exit status. What ends this process ends the child first, which takes down its links and ranks."""
+    """Its exit status. What ends this process ends the child first, which takes down its links and ranks;
+    asked again, it is killed."""
     path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
-    child = subprocess.Popen(
-        [sys.executable, "-m", f"benchmarks.{name}", *argv],
-        env={**os.environ, **MALLOC_REUSE, "PYTHONPATH": path},
-        cwd=CHECKOUT,
-        start_new_session=True,  # Ctrl-C is for this process alone
-    )
+    running: list[subprocess.Popen] = []
+    asked = 0
+
+    def end(*_: object) -> None:
+        nonlocal asked
+        asked += 1
+        for process in running:
+            process.terminate() if asked == 1 else process.kill()
+
     ends = [s for s in _ENDS if signal.getsignal(s) is not signal.SIG_IGN]  # as nohup has it
-    before = [signal.signal(s, lambda *_: child.terminate()) for s in ends]
+    before = [signal.signal(s, end) for s in ends]
     try:
+        child = subprocess.Popen(
+            [sys.executable, "-m", f"benchmarks.{name}", *argv],
+            env={**os.environ, **MALLOC_REUSE, "PYTHONPATH": path},
+            cwd=CHECKOUT,
+            start_new_session=True,  # Ctrl-C is for this process alone
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+        running.append(child)
+        if asked:
+            child.terminate()
         status = child.wait()
     finally:
-        for end, handler in zip(ends, before, strict=True):
-            signal.signal(end, handler)
+        for each, handler in zip(ends, before, strict=True):
+            signal.signal(each, handler)
     return status if status >= 0 else 128 - status
 
 
 _ENDS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def _end_with_parent() -> None:
+    """SIGTERM for this process when its parent is killed."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _limit_sides(case: Case) -> dict[str, Callable[[], object]]:

@@ -311,8 +311,15 @@ def compilers() -> dict[str, str]:
     return found
 
 
-def write(output: Path, rows: list[Compiled]) -> None:
-    """Write the table: these rows, and those that it has of other files which are still there."""
+def write(output: Path, rows: list[Compiled], versions: dict[str, str]) -> None:
+    """Write the table: these rows, and those that it has of other files which are still there.
+
+    Args:
+        versions: of `compilers`.
+
+    Raises:
+        ValueError: rows that would stay are of another version of their compiler.
+    """
     kept: dict[str, Any] = {"compilers": {}, "rows": []}
     if output.exists():
         kept |= json.loads(output.read_text())
@@ -322,10 +329,21 @@ def write(output: Path, rows: list[Compiled]) -> None:
         for row in kept["rows"]
         if row["file"] not in made and (CUDA_FOLDER.parents[1] / row["file"]).exists()
     ]
+    used = {_compiler(file): versions[_compiler(file)] for file in made}
+    for name in {_compiler(row["file"]) for row in others} & used.keys():
+        if kept["compilers"].get(name) != used[name]:
+            raise ValueError(
+                f"{output} has rows of {name} {kept['compilers'].get(name)}, and this is {used[name]}: "
+                f"compile all files (without --only), or into another --output"
+            )
     every = sorted([*map(asdict, rows), *others], key=lambda row: row["file"])
     lines = ",\n".join(map(json.dumps, every))
-    head = json.dumps({"compilers": {**kept["compilers"], **compilers()}})[:-1]
+    head = json.dumps({"compilers": {**kept["compilers"], **used}})[:-1]
     output.write_text(f'{head}, "rows": [\n{lines}\n]}}\n')
+
+
+def _compiler(file: str) -> str:
+    return "nvcc" if file.endswith(".cu") else "triton"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -349,9 +367,12 @@ def main(argv: list[str] | None = None) -> int:
     else:
         print("nvcc is not installed: csrc/cuda was not compiled", file=sys.stderr)
     if not rows:
-        parser.error(f"no kernels to compile in {' '.join(options.only or ['csrc/cuda'])}")
+        parser.error(f"no kernels to compile in {' '.join(options.only or ['accel/_triton'])}")
     if options.output:
-        write(options.output, rows)
+        try:
+            write(options.output, rows, compilers())
+        except ValueError as error:
+            parser.error(str(error))
     for row in rows:
         print(
             f"{row.file:32} {row.kernel:28} {row.case:24} {row.arch:7} "

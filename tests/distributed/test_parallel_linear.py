@@ -207,8 +207,8 @@ def test_auto_tries_symmetric_memory_where_it_was_asked_for(
     )
     assert not symmetric_products
 
-    def other_bits(*args: Any, **kwargs: Any) -> Any:
-        y, whole = gather_matmul(x, w, dist.group.WORLD, Plan(2))
+    def other_bits(x: Tensor, w: Tensor, group: Any, *, keep: bool) -> Any:
+        y, whole = gather_matmul(x, w, group, Plan(2), keep=keep)
         return y + float(dist.get_rank() == 1), whole
 
     monkeypatch.setattr(symmetric_memory, "gather_matmul", other_bits)

@@ -260,7 +260,8 @@ sys.exit(bench.run_rows("slow", rows, bench.parser("slow").parse_args()))
     (tmp_path / "benchmarks" / "__init__.py").touch()
     (tmp_path / "benchmarks" / "slow.py").write_text(source)
     program = (
-        "import pathlib, sys; from accel.testing import bench; "
+        "import pathlib, signal, sys; from accel.testing import bench; "
+        f"signal.signal({end:d}, signal.SIG_DFL); "  # may be ignored here, as nohup has it
         "bench.CHECKOUT = pathlib.Path(sys.argv[1]); sys.exit(bench.run('slow'))"
     )
     with subprocess.Popen([sys.executable, "-c", program, tmp_path]) as process:

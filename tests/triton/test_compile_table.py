@@ -124,18 +124,31 @@ def test_rows_of_files_that_were_not_compiled_now_stay(tmp_path):
         }.items()
     )
     output = tmp_path / "rows.json"
-    gone = replace(rope, file="csrc/cuda/gone.cu")
-    compile_table.write(output, [gone, rope, replace(adamw, registers=7)])
-    before = json.loads(output.read_text())
-    output.write_text(json.dumps({**before, "compilers": {"nvcc": "1", "triton": "1"}}))
-    compile_table.write(output, [adamw])
+    gone, old = replace(rope, file="csrc/cuda/gone.cu"), {"triton": "1", "nvcc": "1"}
+    compile_table.write(output, [gone, rope, replace(adamw, registers=7)], old)
+    compile_table.write(output, [adamw], {"triton": "2", "nvcc": "2"})
     table = json.loads(output.read_text())
     assert [(row["file"], row["registers"]) for row in table["rows"]] == [
         ("accel/_triton/adamw.py", 9),
         ("csrc/cuda/rope.cu", 8),
     ]
-    assert table["compilers"]["nvcc"] == compile_table.compilers().get("nvcc", "1")
-    assert table["compilers"]["triton"] != "1"
+    assert table["compilers"] == {"triton": "2", "nvcc": "1"}
+
+
+def test_a_table_is_of_one_version_of_a_compiler(tmp_path):
+    output = tmp_path / "rows.json"
+    sizes = {"case": "", "arch": "sm_90", "num_warps": None, "registers": 8}
+    files = ("csrc/cuda/rope.cu", "csrc/cuda/adamw.cu")
+    rope, adamw = (
+        Compiled(file=file, kernel="k", shared_bytes=0, spill_bytes=0, **sizes) for file in files
+    )
+    compile_table.write(output, [rope, adamw], {"nvcc": "1"})
+    before = output.read_text()
+    with pytest.raises(ValueError, match="rows of nvcc 1, and this is 2: compile all"):
+        compile_table.write(output, [adamw], {"nvcc": "2"})
+    assert output.read_text() == before
+    compile_table.write(output, [rope, adamw], {"nvcc": "2"})
+    assert json.loads(output.read_text())["compilers"] == {"nvcc": "2"}
 
 
 def test_a_table_of_nothing_is_an_error(monkeypatch, capsys):
