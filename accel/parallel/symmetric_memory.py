@@ -57,7 +57,7 @@ def _ops() -> Any:
 def reason(device: torch.device, group: dist.ProcessGroup) -> str | None:
     """Why the group cannot, the same on every rank; None: it can. All ranks ask together."""
     if device.type != "cuda":
-        return f"its tensors are on {device.type}, and CUDA devices have symmetric memory"
+        return f"its tensors are on {device.type}, and only CUDA devices have symmetric memory"
     index = torch.cuda.current_device() if device.index is None else device.index
     here = torch.tensor([_host(), index], device=device)
     every = here.new_empty((group.size(), 2))
