@@ -216,7 +216,8 @@ def there_and_back(original: Callable[..., Any]) -> Callable[..., Any]:
         if plan.hot is not None and self.training and self.router.layer_number is not None:
             plan.hot.note(layer_of(self.router), traffic, group, experts)
         output, shared = routed_experts(
-            hidden_states, probs, traffic, group, experts, beside, beside_input, loan
+            *(hidden_states, probs, traffic, group, experts, beside, beside_input, loan),
+            streams=plan.streams(hidden_states.device),
         )
         self.accel_beside = None
         self.accel_shared = shared

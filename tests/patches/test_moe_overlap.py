@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from accel.feature import Context, choose, read_settings
 from accel.parallel.experts import overlap
 from accel.parallel.experts.plan import Copy
-from accel.patches import FEATURES, hot_experts, moe_overlap, moe_tp_extend_ep
+from accel.parallel.experts.streams import OneStream, TwoStreams
+from accel.patches import FEATURES, hot_experts, moe_overlap, moe_tp_extend_ep, moe_two_streams
 
 ARGS = {
     "num_experts": 8,
@@ -34,6 +36,42 @@ def chosen(wishes: dict[str, Any], **args: Any) -> dict[str, Any]:
 
 def values(wishes: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return read_settings(list(chosen(wishes).values()), wishes)
+
+
+@pytest.mark.parametrize(
+    ("device", "state", "reason"),
+    [("cuda", "active", ""), ("npu", "active", ""), ("cpu", "idle", "concerns cuda, npu only")],
+)
+def test_two_streams_bring_the_overlap(device: str, state: str, reason: str) -> None:
+    features = [moe_overlap.FEATURE, moe_two_streams.FEATURE]
+    here = dataclasses.replace(context(), device=device)
+    found = choose(features, "off", {"moe_two_streams": True}, here)
+    assert [c.state for c in found] == ["active", state]
+    assert found[1].reason == reason
+
+
+def test_all_layers_have_the_same_second_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    def new(device: torch.device) -> object:
+        made.append(object())
+        return made[-1]
+
+    module = SimpleNamespace(Stream=new, current_stream=lambda device: "first")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    undo, gpu = overlap.switch_on(5), torch.device("cuda", 0)
+    try:
+        assert isinstance(overlap.current().streams(gpu), OneStream)
+        off = overlap.take_two_streams()
+        for _ in range(2):
+            streams = overlap.current().streams(gpu)
+            assert isinstance(streams, TwoStreams)
+            assert streams._streams == ("first", made[0])
+        assert len(made) == 1
+        off()
+        assert isinstance(overlap.current().streams(gpu), OneStream)
+    finally:
+        undo()
 
 
 def test_hot_experts_bring_the_overlap() -> None:

@@ -17,6 +17,8 @@ Copies      of an expert on a rank that does not own it (`plan.Copy`): the weigh
 Bits        rows have those of the products of their piece. A weight's gradient is one product over all rows
             on its owner in the order of their ranks, as it is without overlap; those of rows that copies took
             are added to it, in the order of ranks.
+Streams     of a device, may be two (`streams`): the pieces, what is beside and the weights' gradients take
+            turns in them. Messages set out in the order of pieces all the same.
 Memory      a buffer of its own for each piece, which autograd keeps; copies, until the backward has used
             them. The rows that were given are not kept, nor are the results.
 """
@@ -37,6 +39,7 @@ from accel.ops.grouped_gemm import accumulate_wgrad
 from accel.parallel.collectives import Messages
 from accel.parallel.experts.journey import Journey
 from accel.parallel.experts.plan import Copy
+from accel.parallel.experts.streams import OneStream, Streams
 from accel.parallel.experts.traffic import Piece, Traffic
 from accel.parallel.linear import main_grad_of, weight_gradient_added
 
@@ -114,6 +117,7 @@ def routed_experts(
     beside: Callable[[Tensor], Tensor] | None = None,
     beside_input: Tensor | None = None,
     loan: Loan | None = None,
+    streams: Streams | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Send rows to their experts, compute them, and bring the results home.
 
@@ -125,6 +129,7 @@ def routed_experts(
         beside: done while rows are under way, on `beside_input`: the shared experts. So is its backward,
             in which its parameters get their gradients.
         loan: of the copies of `traffic`, if it was made before.
+        streams: where pieces are computed; None: one after the other.
 
     Returns:
         `[P, H]`, each row's result in its place, and what `beside` gave.
@@ -147,7 +152,8 @@ def routed_experts(
         raise ValueError(
             f"routed_experts: a loan of {sorted(loan.copies)} for copies {sorted(traffic.copies)}"
         )
-    run = _Run(traffic, group, experts, beside, loan, keep=torch.is_grad_enabled())
+    streams = streams or OneStream()
+    run = _Run(traffic, group, experts, beside, loan, streams, keep=torch.is_grad_enabled())
     return _Routed.apply(x, probs, beside_input, run, *experts.weights[0], *experts.weights[1])
 
 
@@ -255,10 +261,11 @@ class _Run:
         experts: Experts,
         beside: Callable[[Tensor], Tensor] | None,
         loan: Loan | None,
+        streams: Streams,
         keep: bool,
     ) -> None:
         self.traffic, self.group, self.experts = traffic, group, experts
-        self.beside, self.loan, self.keep = beside, loan, keep
+        self.beside, self.loan, self.streams, self.keep = beside, loan, streams, keep
 
     def forward(
         self, x: Tensor, probs: Tensor, beside_input: Tensor | None
@@ -268,20 +275,25 @@ class _Run:
         journey = Journey(self.traffic, self.group, x, y, probs)
         loan, self.loan = self.loan or self._lend(), None
         journey.ask()
-        beside_y = self._beside_forward(beside_input)
         apart = self.traffic.apart()
-        self.apart = self._compute(apart, self._owned(apart), x, probs, y)
+        with self.streams.fork():
+            beside_y = self._beside_forward(beside_input)
+            with self.streams.turn(1):
+                self.apart = self._compute(apart, self._owned(apart), x, probs, y)
         scalars = journey.arrived_scalars()
         self.slices = []
-        for index, piece in enumerate(journey.pieces):
-            rows, computed = journey.arrived(index), _Computed(piece, self._owned(piece))
-            self.slices.append(computed)
-            results = computed.forward(rows, scalars[index], self.experts.mlp, self.keep)
-            journey.send_home(index, results)
-        self.guests = [
-            self._compute(guest, loan.received(guest.experts[0]), x, probs, y)
-            for guest in self.traffic.guests()
-        ]
+        with self.streams.fork():
+            for index, piece in enumerate(journey.pieces):
+                with self.streams.turn(index):
+                    rows, computed = journey.arrived(index), _Computed(piece, self._owned(piece))
+                    self.streams.share((rows, scalars[index]))
+                    self.slices.append(computed)
+                    results = computed.forward(rows, scalars[index], self.experts.mlp, self.keep)
+                    journey.send_home(index, results)
+            self.guests = [
+                self._compute(guest, loan.received(guest.experts[0]), x, probs, y)
+                for guest in self.traffic.guests()
+            ]
         journey.wait()
         loan.wait()
         return y, beside_y
@@ -293,22 +305,29 @@ class _Run:
         dprobs = self.like_probs.new_empty(dy.shape[0])
         journey = Journey(self.traffic, self.group, dy, dx)
         journey.ask()
-        beside_dx = self._beside_backward(beside_dy)
-        for computed in (self.apart, *self.guests):
-            self._differentiate(computed, dy, dx, dprobs)
         scalars: list[Tensor] = []
         sums: Pair = ([], [])
         early = min(1, len(self.slices) - 1)  # one, while the second comes
-        for index, computed in enumerate(self.slices):
-            rows, of_probs = computed.backward(journey.arrived(index), self.like_probs)
-            journey.send_home(index, rows)
-            scalars.append(of_probs)
-            if index < early:
-                self._add_sums_of(index, sums)
+        with self.streams.fork():
+            beside_dx = self._beside_backward(beside_dy)
+            with self.streams.turn(1):
+                self._differentiate(self.apart, dy, dx, dprobs)
+            for guest in self.guests:
+                self._differentiate(guest, dy, dx, dprobs)
+            for index, computed in enumerate(self.slices):
+                with self.streams.turn(index):
+                    rows, of_probs = computed.backward(journey.arrived(index), self.like_probs)
+                    journey.send_home(index, rows)
+                    scalars.append(of_probs)
+                    if index < early:
+                        self._add_sums_of(index, sums)
+        self.streams.share(scalars)
         home = journey.send_scalars_home(scalars, dprobs)
         returned, gradients = self._give_back()
-        for index in range(early, len(self.slices)):
-            self._add_sums_of(index, sums)
+        with self.streams.fork():
+            for index in range(early, len(self.slices)):
+                with self.streams.turn(index):
+                    self._add_sums_of(index, sums)
         dws = self._weight_gradients(sums, returned, gradients)
         home()
         journey.wait()
@@ -415,8 +434,11 @@ class _Run:
         computed = self.slices[index]
         parts = [computed] if index < self.traffic.slices - 1 else [self.apart, computed]
         if experts := self.traffic.slice_of(self.traffic.rank, index):
+            for part in parts:
+                self.streams.share((*part.left[0], *part.left[1]))
             for sums, of_layer in zip(found, self._sums(experts, parts), strict=True):
                 sums += of_layer
+                self.streams.share(of_layer)
 
     def _sums(self, experts: range, parts: Sequence[_Computed]) -> Pair:
         """Of some experts' matrices, over all rows for them, which are in `parts`; or the main gradients that

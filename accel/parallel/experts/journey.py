@@ -27,6 +27,11 @@ __all__ = ["Journey"]
 Message = tuple[Tensor, int]
 
 
+def asks_ahead(device: torch.device) -> bool:
+    """See above."""
+    return device.type == "cpu"
+
+
 class Journey:
     """Of the rows of one rank and of those that come to it; the rows set out at once.
 
@@ -50,7 +55,7 @@ class Journey:
         self._rows, self._own_scalars = rows, scalars
         self._came = [rows.new_empty(piece.rows, rows.shape[1]) for piece in self.pieces]
         self._messages: list[Messages] = []
-        self._asked = rows.device.type == "cpu"
+        self._asked = asks_ahead(rows.device)
         if scalars is not None:
             self._scalars = [scalars.new_empty(piece.rows) for piece in self.pieces]
             self._with = {q: scalars.new_empty(n) for q, n in self._number_from().items()}

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,20 @@ from accel.parallel.collectives import Messages
 from accel.parallel.experts import load
 from accel.parallel.experts.exchange import Experts, Loan
 from accel.parallel.experts.plan import Copy, moving_average, plan_copies, rank_loads
+from accel.parallel.experts.streams import OneStream, Streams, TwoStreams
 from accel.parallel.experts.traffic import Traffic
 from accel.start_up import say
 
-__all__ = ["Ahead", "Cost", "HotExperts", "Overlap", "copy_hot_experts", "current", "switch_on"]
+__all__ = [
+    "Ahead",
+    "Cost",
+    "HotExperts",
+    "Overlap",
+    "copy_hot_experts",
+    "current",
+    "switch_on",
+    "take_two_streams",
+]
 
 
 _ROWS, _REPEATS = 64, 5
@@ -203,6 +213,8 @@ class Overlap:
     def __init__(self, slices: int = 5) -> None:
         self.slices = slices
         self.hot: HotExperts | None = None
+        self.two_streams = False
+        self._second: dict[torch.device, Any] = {}
 
     def traffic(
         self,
@@ -221,6 +233,14 @@ class Overlap:
         if self.hot and self.hot.every is None:
             copies = self.hot.copies(counts, group, experts)
         return Traffic(counts, group.rank(), copies, slices)
+
+    def streams(self, device: torch.device) -> Streams:
+        """For a layer that is about to be computed on a device."""
+        if not self.two_streams:
+            return OneStream()
+        if device not in self._second:
+            self._second[device] = torch.get_device_module(device).Stream(device)
+        return TwoStreams(self._second[device], device)
 
 
 _CURRENT: list[Overlap] = []
@@ -245,6 +265,21 @@ def copy_hot_experts(
     def off() -> None:
         for overlap in _CURRENT:
             overlap.hot = None
+
+    return off
+
+
+def take_two_streams() -> Callable[[], None]:
+    """Once it is switched on, on devices that have streams; returns what ends that.
+
+    Raises:
+        IndexError: it is not.
+    """
+    current().two_streams = True
+
+    def off() -> None:
+        for overlap in _CURRENT:
+            overlap.two_streams = False
 
     return off
 
