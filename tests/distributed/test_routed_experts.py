@@ -3,6 +3,7 @@ one process in fp64, weight gradients bit for bit against one product, copies, e
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -16,6 +17,7 @@ from accel.memory.recompute import Recomputed
 from accel.parallel.experts.exchange import Experts, Loan, routed_experts
 from accel.parallel.experts.plan import Copy
 from accel.parallel.experts.traffic import Traffic
+from accel.parallel.split_backward import input_part
 
 HIDDEN, FFN, EXPERTS = 16, 24, 8
 
@@ -119,6 +121,7 @@ class Layer:
         into_main_grad: bool = False,
         lent_before: bool = False,
         moved: bool = False,
+        in_two_parts: bool = False,
         **traffic: Any,
     ) -> dict[str, Any]:
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -146,8 +149,16 @@ class Layer:
         for weight in (*layers[0], *layers[1]) if moved else ():
             old, weight.data = weight.data, weight.detach().clone()
             old.fill_(torch.nan)
-        y.backward(self.dy[rank].to(dtype))
         of = (lambda w: w.main_grad) if into_main_grad else (lambda w: w.grad)
+        with input_part() if in_two_parts else contextlib.nullcontext() as part:
+            y.backward(self.dy[rank].to(dtype))
+        if part is not None:
+            assert len(part) == 2 * each
+            assert not any(of(w) is not None and of(w).any() for w in (*layers[0], *layers[1]))
+            for turn in range(ranks):
+                if rank == turn:
+                    part.compute()  # without another rank
+                dist.barrier()
         dw = [torch.stack([of(w) for w in weights]) for weights in layers]
         return {"y": y.detach(), "dx": x.grad, "dprobs": probs.grad, "dw": dw, "mine": mine}
 
@@ -207,6 +218,20 @@ def test_gradients_of_weights_add_up_in_fp32(ranks: int, into_main_grad: bool) -
     layer.check(bf16, 0.25)  # values of up to 30, of 8 bits
     if into_main_grad:
         assert all(dw.dtype == torch.float32 for dw in bf16["dw"])
+
+
+@pytest.mark.parametrize("into_main_grad", [False, True])
+@on_2_and_4_ranks
+def test_weights_may_get_theirs_in_a_part_of_their_own(ranks: int, into_main_grad: bool) -> None:
+    layer = Layer(counted("skewed", ranks))
+    copies = frozenset({Copy(0, ranks - 1), Copy(EXPERTS - 1, 0)})
+    expected, found = (
+        layer.found(torch.float32, into_main_grad, in_two_parts=split, copies=copies, slices=2)
+        for split in (False, True)
+    )
+    assert all(map(torch.equal, found["dw"], expected["dw"]))
+    for name in ("y", "dx", "dprobs"):
+        assert torch.equal(found[name], expected[name])
 
 
 @on_2_and_4_ranks

@@ -78,6 +78,11 @@ FOUR = {
         MORE,
     ),
     "ep2_warmup": ("moe", f"{VPP2} --expert-model-parallel-size 2", MORE),
+    "ep2_overlap_zb_h1": (
+        "moe",
+        f"{PP2} --expert-model-parallel-size 2 --moe-grouped-gemm {SHARDED}",
+        [*H1, "--accel-moe-overlap"],
+    ),
 }
 
 V = {

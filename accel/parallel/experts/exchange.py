@@ -17,6 +17,8 @@ Copies      of an expert on a rank that does not own it (`plan.Copy`): the weigh
 Bits        rows have those of the products of their piece. A weight's gradient is one product over all rows
             on its owner in the order of their ranks, as it is without overlap; those of rows that copies took
             are added to it, in the order of ranks.
+Parts       of a backward pass that is split (`accel.parallel.split_backward`): the weights' gradients come in
+            its weights' part, in which no rank waits for another; those of copies travel in its input part.
 Streams     of a device, may be two (`streams`): the pieces, what is beside and the weights' gradients take
             turns in them. Messages set out in the order of pieces all the same.
 Memory      a buffer of its own for each piece, which autograd keeps; copies, until the backward has used
@@ -25,6 +27,7 @@ Memory      a buffer of its own for each piece, which autograd keeps; copies, un
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,12 +39,14 @@ from torch.autograd.graph import get_gradient_edge
 
 from accel.ops import grouped_gemm
 from accel.ops.grouped_gemm import accumulate_wgrad
+from accel.parallel import split_backward
 from accel.parallel.collectives import Messages
 from accel.parallel.experts.journey import Journey
 from accel.parallel.experts.plan import Copy
 from accel.parallel.experts.streams import OneStream, Streams
 from accel.parallel.experts.traffic import Piece, Traffic
 from accel.parallel.linear import main_grad_of, weight_gradient_added
+from accel.parallel.split_backward import WeightPart
 
 __all__ = ["Experts", "Loan", "routed_experts"]
 
@@ -307,7 +312,10 @@ class _Run:
         journey.ask()
         scalars: list[Tensor] = []
         sums: Pair = ([], [])
+        part = self._later()
         early = min(1, len(self.slices) - 1)  # one, while the second comes
+        if part is not None:
+            early = 0
         with self.streams.fork():
             beside_dx = self._beside_backward(beside_dy)
             with self.streams.turn(1):
@@ -324,11 +332,17 @@ class _Run:
         self.streams.share(scalars)
         home = journey.send_scalars_home(scalars, dprobs)
         returned, gradients = self._give_back()
-        with self.streams.fork():
-            for index in range(early, len(self.slices)):
-                with self.streams.turn(index):
-                    self._add_sums_of(index, sums)
-        dws = self._weight_gradients(sums, returned, gradients)
+        if part is None:
+            with self.streams.fork():
+                for index in range(early, len(self.slices)):
+                    with self.streams.turn(index):
+                        self._add_sums_of(index, sums)
+        returned.wait_received()
+        dws = (
+            self._weight_gradients(sums, gradients)
+            if part is None
+            else self._put_off(part, gradients)
+        )
         home()
         journey.wait()
         returned.wait_sent()
@@ -416,11 +430,29 @@ class _Run:
         weight = self.experts.weights[layer][0]
         return main_grad_of(weight) if self.experts.into_main_grad else weight.detach()
 
-    def _weight_gradients(
-        self, found: Pair, returned: Messages, gradients: Sequence[Tensor]
-    ) -> list[Tensor | None]:
+    def _later(self) -> WeightPart | None:
+        """Where the weights' gradients are left, if this is the input part of a backward pass."""
+        first, second = self.experts.weights
+        return split_backward.current() if all(w.is_leaf for w in (*first, *second)) else None
+
+    def _put_off(self, part: WeightPart, gradients: Sequence[Tensor]) -> list[Tensor | None]:
+        """The first one's work computes all; each takes its own, in the order of the weights."""
+
+        @functools.cache
+        @torch.no_grad()
+        def left() -> list[Tensor | None]:
+            sums: Pair = ([], [])
+            for index in range(len(self.slices)):
+                self._add_sums_of(index, sums)
+            return self._weight_gradients(sums, gradients)
+
+        first, second = self.experts.weights
+        for weight in (*first, *second):
+            part.put(weight, lambda: left().pop(0))
+        return [None] * (len(first) + len(second))
+
+    def _weight_gradients(self, found: Pair, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Of the first layer's matrices, then of the second's; `found`, and what others' copies give."""
-        returned.wait_received()
         lent = iter(gradients)
         for copy in self.traffic.lent():
             for sums in found:
