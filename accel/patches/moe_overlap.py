@@ -212,7 +212,9 @@ def there_and_back(original: Callable[..., Any]) -> Callable[..., Any]:
         group = dispatcher.ep_group
         plan, loan = overlap.current(), getattr(self, "accel_loan", None)
         self.accel_loan = None
-        traffic = plan.traffic(dispatcher.accel_counts, group, experts, loan)
+        plans_ahead = plan.hot is not None and plan.hot.every is not None
+        ahead = getattr(self, "accel_ahead", None) if plans_ahead else None
+        traffic = plan.traffic(dispatcher.accel_counts, group, experts, loan, ahead)
         if plan.hot is not None and self.training and self.router.layer_number is not None:
             plan.hot.note(layer_of(self.router), traffic, group, experts)
         output, shared = routed_experts(

@@ -74,6 +74,15 @@ LAYOUTS = {
     ),
     "cp2_gated_delta": ("gated_delta", "--context-parallel-size 2"),
     "ep2_alltoall": ("moe", "--expert-model-parallel-size 2"),
+    "ep2_allgather": (
+        "moe",
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather --moe-grouped-gemm",
+    ),
+    "tp2_ep2_allgather": (
+        "moe",
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1 --moe-token-dispatcher-type allgather",
+    ),
     "ep2_alltoall_fused": (
         "moe",
         "--expert-model-parallel-size 2 --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from accel.parallel.schedule import Kind
 from accel.parallel.schedule.names import named
@@ -19,7 +18,7 @@ from accel.patches import _pipeline
 from . import training
 from .against_stock import FreshStore, check_training
 from .test_host_optimizer import SHARDED
-from .training import reference, shared_folder, train
+from .training import reference, shared_folder, tensors, train
 
 PP2 = "--pipeline-model-parallel-size 2"
 VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
@@ -139,7 +138,7 @@ def test_weights_and_moments_are_stocks(
         train([*flags.split(), precision, "--train-iters", "3", *save, *more])
         rank = int(os.environ["RANK"])
         saved = folder / "iter_0000003" / f"mp_rank_00_{rank:03d}"
-        sides[name] = _tensors(torch.load(saved / "model_optim_rng.pt", weights_only=False))
+        sides[name] = tensors(torch.load(saved / "model_optim_rng.pt", weights_only=False))
     assert len(sides["ours"]) > 20
     assert sides["ours"].keys() == sides["stock"].keys()
     for name, tensor in sides["ours"].items():
@@ -225,16 +224,3 @@ def test_sequences_of_any_length(
 
 def _validation(output: str) -> list[str]:
     return [line.split("|")[1] for line in output.splitlines() if "validation loss at" in line]
-
-
-def _tensors(value: Any, name: str = "") -> dict[str, Tensor]:
-    """Of what was saved, the weights and the optimizer's states."""
-    if isinstance(value, Tensor):
-        return {name: value}
-    if isinstance(value, dict):
-        rows = [(f"{name}.{key}", each) for key, each in value.items() if key != "rng_state"]
-    elif isinstance(value, list | tuple):
-        rows = [(f"{name}.{at}", each) for at, each in enumerate(value)]
-    else:
-        return {}
-    return {key: tensor for each in rows for key, tensor in _tensors(each[1], each[0]).items()}

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from filelock import FileLock
+from torch import Tensor
 
 from accel.testing.megatron_arguments import read_docstrings_once
 
@@ -113,6 +114,19 @@ def shared_folder(name: str) -> Path:
     """One for all ranks of this launch, not made yet."""
     run = os.environ["TORCHELASTIC_RUN_ID"]
     return Path(os.environ["ACCEL_TEST_REFERENCE"]) / f"{name}-{run}"
+
+
+def tensors(value: Any, name: str = "") -> dict[str, Tensor]:
+    """Of what was saved, the weights and the optimizer's states."""
+    if isinstance(value, Tensor):
+        return {name: value}
+    if isinstance(value, dict):
+        rows = [(f"{name}.{key}", each) for key, each in value.items() if key != "rng_state"]
+    elif isinstance(value, list | tuple):
+        rows = [(f"{name}.{at}", each) for at, each in enumerate(value)]
+    else:
+        return {}
+    return {key: tensor for each in rows for key, tensor in tensors(each[1], each[0]).items()}
 
 
 def from_checkpoint(checkpoint: Path) -> list[str]:

@@ -222,14 +222,19 @@ class Overlap:
         group: dist.ProcessGroup,
         experts: Experts,
         loan: Loan | None = None,
+        ahead: Ahead | None = None,
     ) -> Traffic:
         """All ranks of the group ask alike.
 
         Args:
             loan: of the copies that have set out.
+            ahead: of the layer. Where it is computed again by itself, without the attention beside which they
+                would have set out, they do so now.
         """
         slices = min(self.slices, len(experts.weights[0]))
         copies: frozenset[Copy] = loan.copies if loan else frozenset()
+        if loan is None and ahead is not None and load.computing_again():
+            copies = ahead.copies
         if self.hot and self.hot.every is None:
             copies = self.hot.copies(counts, group, experts)
         return Traffic(counts, group.rank(), copies, slices)
