@@ -183,7 +183,8 @@ class _Linear(torch.autograd.Function):
         if needs_weight:
             x, waiting = _gathered(x, layout, async_op=True)
         plan = None
-        if layout.mode == "column" and not needs_weight:  # else it hides behind dW
+        computes_weight = needs_weight and layout.delayed is None
+        if layout.mode == "column" and not computes_weight:  # else it hides behind dW
             plan = _plan("reduce", dy, weight, layout)
         if needs_x and plan is not None:
             dx = _matmul_reduce(dy, weight, layout, plan)

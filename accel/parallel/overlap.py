@@ -57,11 +57,13 @@ class Overlap:
 
     Args:
         chunks: of every product, 1 for none at all; None: chosen for each by its times.
-        form: of every product, where chunks are given; symmetric: also tried where they are not.
+        form: of every product; None: ring where chunks are given, else chosen too. Symmetric, where chunks
+            are not given: tried beside the others.
     """
 
-    def __init__(self, chunks: int | None = None, form: Form = "ring") -> None:
-        self.fixed = None if chunks is None else Plan(chunks, form)
+    def __init__(self, chunks: int | None = None, form: Form | None = None) -> None:
+        self.fixed = None if chunks is None else Plan(chunks, form or "ring")
+        self._form = form
         self._symmetric = form == SYMMETRIC
         self._serves: set[str] = set()
         self.chosen: dict[tuple[object, ...], Plan | None] = {}
@@ -87,7 +89,8 @@ class Overlap:
         key = (kind, group.group_name, rows, w.shape, w.is_contiguous(), x.dtype, x.device)
         if key not in self.chosen:
             also = [Plan(group.size(), SYMMETRIC)] if symmetric else []
-            self.chosen[key] = _choose(kind, x, w, group, also)
+            form = None if self._symmetric else self._form
+            self.chosen[key] = _choose(kind, x, w, group, also, form)
         return self.chosen[key]
 
     def _require_symmetric_memory(self, device: torch.device, group: dist.ProcessGroup) -> None:
@@ -187,17 +190,23 @@ def overlapped(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup, plan:
 
 @torch.no_grad()
 def _choose(
-    kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup, also: Sequence[Plan] = ()
+    kind: Kind,
+    x: Tensor,
+    w: Tensor,
+    group: dist.ProcessGroup,
+    also: Sequence[Plan] = (),
+    form: Form | None = None,
 ) -> Plan | None:
-    """Of those that should be quicker than the plain way, and of `also`."""
+    """Of those that should be quicker than the plain way, and of `also`; of one form, if the kind has it."""
     rows = _rows(kind, x, group)
     if rows == 0:
         return None
     times = measure(kind, x, w, group)
+    forms = [form] if form is not None and form in times.transfers else list(times.transfers)
     predicted = {
         plan: predict(kind, group.size(), plan, times)
-        for form in times.transfers
-        for plan in (Plan(chunks, form) for chunks in CHUNKS if chunks <= rows)
+        for each in forms
+        for plan in (Plan(chunks, each) for chunks in CHUNKS if chunks <= rows)
     }
     in_order = sorted(predicted, key=predicted.__getitem__)
     unless = _in_order(kind, group.size(), times)

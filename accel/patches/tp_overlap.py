@@ -9,8 +9,9 @@ of the input and the reduction of its gradient, beside the products of the backw
 slowest rank, tries the four ways (numbers of pieces, and how these are sent) that should be quickest by these
 times of those with the plain way's bits (one of all, if those that should be quicker than it have others)
 beside the plain way, and takes the quickest. A number gives every product as many pieces, 1 none.
-``--accel-tp-overlap-form`` says how they go: ``ring``, from rank to rank by sends and receives, for which own
-rows are multiplied while nothing has come yet; or ``collective``. ``symmetric`` is PyTorch's own products
+``--accel-tp-overlap-form`` says how they go, where ``auto`` would choose that too: ``ring``, from rank to
+rank by sends and receives, for which own rows are multiplied while nothing has come yet (a number's own way);
+or ``collective``, the one way of what is all-reduced. ``symmetric`` is PyTorch's own products
 over symmetric memory ("async TP"), for GPUs of one host that read each other's memory by NVLink, under
 sequence parallelism: with a number above 1 the way of every product, whichever it is; with ``auto`` one more
 that is tried, if it has the plain way's bits or no other has. Not yet run on two GPUs, so only by name;
@@ -77,7 +78,7 @@ def idle(context: Context) -> str | None:
 
 
 def switch_on(chunks: int | None = None, form: Form | None = None) -> Callable[[], None]:
-    undo = [_linear.switch_on(), overlap.switch_on(overlap.Overlap(chunks, form or "ring"))]
+    undo = [_linear.switch_on(), overlap.switch_on(overlap.Overlap(chunks, form))]
 
     def off() -> None:
         while undo:
@@ -105,7 +106,7 @@ FEATURE = Feature(
         Setting(
             name="form",
             metavar="FORM",
-            summary=f"how they travel, where their number is given: {' or '.join(FORMS)}; or {SYMMETRIC}",
+            summary=f"how they travel: {' or '.join(FORMS)}; or {SYMMETRIC}",
             parse=parse_form,
         ),
     ),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel.parallel import overlap, symmetric_memory
+from accel.parallel import linear, overlap, symmetric_memory
 from accel.parallel.linear import DelayedGradients, Layout, parallel_linear
 from accel.parallel.overlap import Overlap, Times
 from accel.parallel.overlapped_linear import (
@@ -369,6 +369,27 @@ def test_every_way_of_the_weights_gradient(mode: Any) -> None:
         assert all(map(torch.equal, gradients, (dx, dw, db)))
 
 
+@pytest.mark.parametrize(
+    ("given", "in_pieces"), [({}, 0), ({"delayed": DelayedGradients()}, 1)], ids=["now", "delayed"]
+)
+@pytest.mark.distributed(world_size=2)
+def test_the_inputs_gradient_travels_in_pieces_where_no_weights_gradient_hides_it(
+    given: dict[str, Any], in_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def noted(*args: Any) -> Tensor:
+        calls.append(args)
+        return matmul_reduce(*args)
+
+    matmul_reduce = linear._matmul_reduce
+    monkeypatch.setattr(linear, "_matmul_reduce", noted)
+    layer = Layer("column", True, (6, 2), torch.float32)
+    with overlapping(Overlap(3)):
+        layer.step(Layout("column", dist.group.WORLD, True, **given))
+    assert len(calls) == in_pieces
+
+
 @pytest.mark.distributed(world_size=2)
 def test_what_was_computed_without_overlap_is_differentiated_without() -> None:
     for trained in ((True, True, True), (True, False, False)):
@@ -448,6 +469,38 @@ def test_auto_prefers_the_bits_of_the_plain_way(
         x, draw(64, IN, dtype=torch.float32)
     )  # and not what was drawn for the comparison
     assert torch.equal(w, draw(IN, OUT, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "tried"),
+    [
+        ("gather", None, {"ring", "collective"}),
+        ("gather", "ring", {"ring"}),
+        ("gather", "collective", {"collective"}),
+        ("all_reduce", "ring", {"collective"}),
+    ],
+)
+@pytest.mark.distributed(world_size=2)
+def test_auto_tries_the_form_that_was_asked_for(
+    kind: Any, form: Form | None, tried: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms: set[str] = set()
+
+    def times(kind: Any, *args: Any) -> Times:
+        each = {1: 1.0, 64: 64.0}
+        has = ("collective",) if kind == "all_reduce" else FORMS
+        return Times(64, each, dict.fromkeys(has, (2.0, 128.0)))
+
+    def overlapped(kind: Any, x: Tensor, w: Tensor, group: Any, plan: Plan) -> Tensor:
+        forms.add(plan.form)
+        return overlap.plain(kind, x, w, group)
+
+    monkeypatch.setattr(overlap, "measure", times)
+    monkeypatch.setattr(overlap, "overlapped", overlapped)
+    monkeypatch.setattr(overlap, "_FINALISTS", 99)
+    x, w = draw(64, IN, dtype=torch.float32), draw(IN, OUT, dtype=torch.float32)
+    Overlap(form=form).plan(kind, x, w, dist.group.WORLD)
+    assert forms == tried
 
 
 @pytest.mark.parametrize(
