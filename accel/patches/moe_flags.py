@@ -28,26 +28,30 @@ def check(context: Context) -> None:
 
 
 def _check_ranks(args: Any) -> None:
-    experts, ranks = args.num_experts, getattr(args, "expert_model_parallel_size", None) or 1
+    names = "--expert-model-parallel-size {} does not divide --num-experts {}"
+    _check_divides(args, args.num_experts, names)
+
+
+def _check_divides(given: Any, experts: int, names: str) -> None:
+    """Of arguments or a configuration, as the following; `names` has places for two values."""
+    ranks = getattr(given, "expert_model_parallel_size", None) or 1
     if experts % ranks:
         divisors = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
-        raise ValueError(
-            f"--expert-model-parallel-size {ranks} does not divide --num-experts {experts}: use one of "
-            f"{divisors}"
-        )
+        raise ValueError(f"{names.format(ranks, experts)}: use one of {divisors}")
 
 
 def _check_choices(args: Any) -> None:
-    experts, choices = args.num_experts, args.moe_router_topk
-    if not 1 <= choices <= experts:
-        raise ValueError(
-            f"--moe-router-topk {choices} of --num-experts {experts}: use 1 to {experts}"
-        )
+    experts = args.num_experts
+    _check_number(args, experts, "--moe-router-topk {} of --num-experts {}")
     _check_groups(args, experts, "--moe-router-topk {}: --moe-router-group-topk {}")
 
 
+def _check_number(given: Any, experts: int, names: str) -> None:
+    if not 1 <= given.moe_router_topk <= experts:
+        raise ValueError(f"{names.format(given.moe_router_topk, experts)}: use 1 to {experts}")
+
+
 def _check_groups(given: Any, experts: int, names: str) -> None:
-    """Of arguments or a configuration; `names` has places for two values."""
     groups = getattr(given, "moe_router_num_groups", None)
     chosen = getattr(given, "moe_router_group_topk", None)
     if not groups or not chosen or experts % groups:
@@ -79,9 +83,11 @@ def checking(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
             raise ValueError(
                 f"moe_expert_capacity_factor={factor} drops every token: use more than 0, or None for none"
             )
-        if self.num_moe_experts:
-            names = "moe_router_topk={}: moe_router_group_topk={}"
-            _check_groups(self, self.num_moe_experts, names)
+        if experts := self.num_moe_experts:
+            names = "expert_model_parallel_size={} does not divide num_moe_experts={}"
+            _check_divides(self, experts, names)
+            _check_number(self, experts, "moe_router_topk={} of num_moe_experts={}")
+            _check_groups(self, experts, "moe_router_topk={}: moe_router_group_topk={}")
         post_init(self)
 
     return __post_init__

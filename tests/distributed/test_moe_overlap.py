@@ -199,6 +199,22 @@ def test_upstreams_own_overlap_runs_without_transformer_engine(
     check_training("moe", f"{EP2} {GROUPED}", flags.split(), [], fresh_store)
 
 
+@pytest.mark.usefixtures("skewed")
+@pytest.mark.distributed(world_size=2)
+def test_rows_that_one_rank_has_no_room_for_are_one_error_on_all(
+    fresh_store: FreshStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing was sent, for which another would wait."""
+    room = 100 if os.environ["RANK"] == "0" else 10**9
+    monkeypatch.setattr(moe_overlap, "_room", lambda config, rows: room)
+    sent: list[Any] = []
+    monkeypatch.setattr(moe_overlap, "routed_experts", lambda *args, **kwargs: sent.append(args))
+    says = r"MoE layer 1: \d+ tokens go to the experts of rank 0 .* room for 100: --moe-expert-capacity"
+    with pytest.raises(MemoryError, match=says):
+        train([*MOE, *LAYOUTS["local"].split(), "--train-iters", "1", *OVERLAP])
+    assert not sent
+
+
 @pytest.mark.distributed(world_size=2)
 def test_experts_that_one_rank_cannot_serve_run_as_stocks_on_both(
     fresh_store: FreshStore, monkeypatch: pytest.MonkeyPatch

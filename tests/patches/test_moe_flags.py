@@ -73,7 +73,9 @@ def test_refuses(changes: dict[str, Any], says: str) -> None:
 def test_a_configuration_need_not_come_from_a_command_line(
     experts: int | None, factor: float | None, fine: bool
 ) -> None:
-    config = SimpleNamespace(num_moe_experts=experts, moe_expert_capacity_factor=factor)
+    config = SimpleNamespace(
+        num_moe_experts=experts, moe_expert_capacity_factor=factor, moe_router_topk=2
+    )
     checked = checking(lambda self: setattr(self, "seen", True))
     if fine:
         checked(config)
@@ -81,6 +83,28 @@ def test_a_configuration_need_not_come_from_a_command_line(
         return
     with pytest.raises(ValueError, match="moe_expert_capacity_factor=0 drops every token"):
         checked(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"moe_router_topk": 17}, "moe_router_topk=17 of num_moe_experts=16: use 1 to 16"),
+        (
+            {"expert_model_parallel_size": 3},
+            "expert_model_parallel_size=3 does not divide num_moe_experts=16: use one of 1, 2, 4, 8, 16",
+        ),
+    ],
+)
+def test_a_configuration_that_fails_in_the_first_step_is_refused(
+    changes: dict[str, Any], says: str
+) -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    given = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "num_moe_experts": 16}
+    config = SimpleNamespace(**vars(TransformerConfig(**given)))
+    checking(lambda self: None)(config)
+    with pytest.raises(ValueError, match=says):
+        checking(lambda self: None)(SimpleNamespace(**{**vars(config), **changes}))
 
 
 @pytest.mark.parametrize("choices", [1, 7])

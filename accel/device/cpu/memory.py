@@ -90,6 +90,12 @@ def limit(num_bytes: int | None) -> Iterator[None]:
         set_limit(before)
 
 
+def below_limit() -> int | None:
+    """Bytes that may still be allocated under the limit; None where there is none."""
+    limit = _limit()
+    return None if limit is None else max(0, limit - memory_allocated())
+
+
 def _limit() -> int | None:
     return torch.ops.accel._host_memory_stats()[5] or None if _missing() is None else None
 

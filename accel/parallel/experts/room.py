@@ -11,17 +11,24 @@ from collections.abc import Sequence
 import torch
 
 from accel import machine
+from accel.device.cpu import memory as host_memory
 
 __all__ = ["check_room", "free_bytes"]
 
 
 def free_bytes(device: torch.device) -> int:
-    """That a tensor may still take: what the allocator has kept free too."""
+    """That a tensor may still take: what the allocator has kept free too, within the limit of
+    `set_per_process_memory_fraction`. Ranks of one host each count its free memory as theirs."""
     if device.type == "cpu":
-        return machine.memory()[0]
+        free, limit = machine.memory()[0], host_memory.below_limit()
+        return free if limit is None else min(free, limit)
     module = torch.get_device_module(device)
-    kept = module.memory_reserved(device) - module.memory_allocated(device)
-    return module.mem_get_info(device)[0] + kept
+    reserved = module.memory_reserved(device)
+    free, total = module.mem_get_info(device)
+    if hasattr(module, "get_per_process_memory_fraction"):  # torch-npu has the setter alone
+        share = int(module.get_per_process_memory_fraction(device) * total)
+        free = min(free, max(0, share - reserved))
+    return free + reserved - module.memory_allocated(device)
 
 
 def check_room(counts: Sequence[Sequence[int]], room: Sequence[int], layer: int | None) -> None:
