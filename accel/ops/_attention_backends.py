@@ -728,10 +728,11 @@ def _log_once(decision: str) -> None:
     logger.info("attention on CUDA: %s", decision)
 
 
-def describe(capability: tuple[int, int]) -> str:
-    """The choice for causal bf16 attention with heads of 128, for a table at the start."""
-    call = Call(capability, torch.bfloat16, 4096, 4096, 1, 32, 8, 128, 128, right=0)
-    return str(plan(call))
+def describe(call: Call) -> str:
+    """The choice for such calls, for a table at the start: packages are taken at their word there."""
+    decision = plan(call)
+    untried = BACKENDS[decision.backend].is_package
+    return f"{decision}{', if a trial of it is right' if untried else ''}"
 
 
 def _aligned(t: Tensor) -> bool:

@@ -9,8 +9,9 @@ result is closer to the exact one than upstream's own, but not the same bits; dr
 from Megatron's RNG tracker where upstream draws S x S, so other elements are dropped.
 
 ``--attention-backend auto``, ``flash`` and ``fused``, and ``--use-flash-attn``, mean this kernel;
-``local`` as well, which upstream accepts only with ``--spec local``. ``unfused`` is upstream's own
-attention. The kernel is deterministic, so ``--deterministic-mode`` takes it too.
+``local`` as well, which upstream accepts only with ``--spec local``, and with Transformer Engine's layers
+still does. ``unfused`` is upstream's own attention. The kernel is deterministic, so ``--deterministic-mode``
+takes it too.
 
 What it keeps for the backward is what it reads: the values are copied out of the product of queries, keys and
 values, of which a view would keep all (5/6 of it for nothing with 4 queries to a key), unless queries or keys
@@ -18,7 +19,9 @@ are normed, which keeps it anyway.
 
 On CUDA the fastest kernel that is installed and takes the call runs: FlashAttention 4 or 3, cuDNN's,
 accel's own in Triton, FlashAttention-2, in an order for each generation of GPUs. The start-up table says
-which, and why not those before it; ``ACCEL_ATTENTION_BACKEND`` puts one first. Dropout is Triton's alone.
+which, for the model's heads, dtype, mask and dropout in training, and why not those before it;
+``ACCEL_ATTENTION_BACKEND`` puts one first. Dropout is Triton's alone: with Megatron's default of
+``--attention-dropout 0.1`` no other runs in training.
 
 A mask tensor is compared with the causal one, once for each tensor; one that hides nothing is full
 attention. Upstream's own attention runs, and one line says why, for any other mask, for a softmax with
@@ -39,13 +42,13 @@ from torch import Tensor
 from accel.feature import Context, Feature
 from accel.layers.attention import mask_kind, packed_starts, values_apart
 from accel.ops import attention
-from accel.ops._attention_backends import describe
+from accel.ops._attention_backends import NO_LIMIT, SEQUENCES_OF_A_GRID, Call, describe
 from accel.ops._dispatch import log_fallback
 from accel.ops.attention import unsupported_reason
 from accel.patches._attention import dropout_of, never_served, scale_of
 from accel.patches._kernels import kernels
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, te_installed
 
 
 def forward_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -151,26 +154,116 @@ def accept_backends(context: Context) -> list[str]:
     """Change what upstream's validator would refuse although the kernel serves it."""
     args = context.args
     notes: list[str] = []
-    if context.device != "cpu":
-        return notes
     backend = getattr(getattr(args, "attention_backend", None), "name", None)
-    if backend == "local" and list(getattr(args, "spec", None) or []) != ["local"]:
+    asks_for_local = list(getattr(args, "spec", None) or []) == ["local"]
+    if backend == "local" and not asks_for_local and not _transformer_engines(context):
         args.attention_backend = type(args.attention_backend).auto
         notes.append("--attention-backend local: the same as auto in the local spec")
+    if context.device != "cpu":
+        return notes
     if getattr(args, "deterministic_mode", False) and getattr(args, "use_flash_attn", False):
         args.use_flash_attn = False
         notes.append("--use-flash-attn: attention on the CPU is deterministic, nothing to refuse")
     return notes
 
 
+def _transformer_engines(context: Context) -> bool:
+    """Whether the layers are Transformer Engine's own, with back ends of its own."""
+    asked = getattr(context.args, "transformer_impl", None)
+    return context.device != "cpu" and asked == "transformer_engine" and te_installed()
+
+
 def choose_backend(context: Context) -> list[str]:
-    """Also say which of CUDA's kernels the start-up table means, and why not a better one."""
+    """Also say which of CUDA's kernels these arguments get, and why not a better one."""
     notes = accept_backends(context)
     preset = getattr(context.args, "accel_preset", None) or "fast"
     wanted = preset in ("fast", "max") or getattr(context.args, "accel_fused_attention", None)
-    if wanted and context.device == "cuda" and torch.cuda.is_available():
-        notes.append(f"attention on CUDA: {describe(torch.cuda.get_device_capability())}")
+    others = _unfused(context) or _transformer_engines(context)
+    if wanted and not others and context.device == "cuda" and torch.cuda.is_available():
+        calls = calls_of(context.args, torch.cuda.get_device_capability())
+        notes += [f"attention on CUDA, {words}: {describe(call)}" for words, call in calls.items()]
     return notes
+
+
+def calls_of(args: Any, capability: tuple[int, int]) -> dict[str, Call]:
+    """In words -> the call of a training step's attention on one rank, by Megatron's arguments; one for
+    each kind of layer, those with a window and those without. Without a model in them, an example."""
+    heads = _given(args, "num_attention_heads")
+    hidden = _given(args, "hidden_size")
+    width = _given(args, "kv_channels") or (hidden // heads if heads and hidden else None)
+    if not heads or not width:
+        call = Call(capability, torch.bfloat16, 4096, 4096, 1, 32, 8, 128, 128, right=0)
+        return {f"an example, {_in_words(call, 0.0)}": call}
+    groups, value_width = heads, width
+    if _given(args, "multi_latent_attention"):
+        width = _given(args, "qk_head_dim", 128) + _given(args, "qk_pos_emb_head_dim", 64)
+        value_width = _given(args, "v_head_dim", 128)
+    elif _given(args, "group_query_attention", True):  # a flag that --yaml-cfg does not have
+        groups = _given(args, "num_query_groups") or heads
+    ranks = _given(args, "tensor_model_parallel_size", 1)
+    tokens = _given(args, "seq_length") or 4096
+    is_packed = any(_given(args, name) for name in PACKING)
+    dropout = _given(args, "attention_dropout", 0.0)
+    half = torch.float16 if _given(args, "fp16") else torch.float32
+    plain = Call(
+        capability=capability,
+        dtype=torch.bfloat16 if _given(args, "bf16") else half,
+        num_queries=tokens,
+        num_keys=tokens,
+        batch=_given(args, "micro_batch_size") or 1,
+        heads=max(1, heads // ranks),
+        kv_heads=max(1, groups // ranks),
+        width=width,
+        value_width=value_width,
+        sequences=SEQUENCES_OF_A_GRID if is_packed else None,
+        same_starts=is_packed,
+        right=0,
+        dropout=dropout > 0,
+        deterministic=bool(_given(args, "deterministic_mode")),
+    )
+    calls = []
+    for window in _windows(args):
+        left, right = (NO_LIMIT, 0) if window is None else (max(NO_LIMIT, w) for w in window)
+        left, right = (NO_LIMIT if limit >= tokens else limit for limit in (left, right))
+        calls.append(plain._replace(left=left, right=right))
+    return {_in_words(call, dropout): call for call in calls}
+
+
+PACKING = ("sft", "dataloader_inter_document_masking", "rl_use_sequence_packing")
+"""Flags with which sequences come packed, how many is not known."""
+
+
+def _given(args: Any, name: str, default: Any = None) -> Any:
+    """The value of an argument that is there and not None; of --yaml-cfg, as it is before validation."""
+    places = (args, getattr(args, "language_model", None), getattr(args, "model_parallel", None))
+    values = (getattr(place, name, None) for place in places)
+    return next((value for value in values if value is not None), default)
+
+
+def _windows(args: Any) -> list[Any]:
+    """The windows of the layers, None for those without; as upstream's `is_layer_window_attention`."""
+    window, every = _given(args, "window_size"), _given(args, "window_attn_skip_freq")
+    if not window:
+        return [None]
+    if every is None:
+        return [window]
+    layers = every if isinstance(every, list) else [n % every for n in range(1, every + 1)]
+    return [w for w, there in ((window, any(layers)), (None, not all(layers))) if there]
+
+
+def _in_words(call: Call, dropout: float) -> str:
+    """What of a call decides who computes it."""
+    widths = dict.fromkeys((call.width, call.value_width))
+    window = f"a window of {call.left} and {call.right} keys (-1 for all)"
+    parts = [
+        "causal" if call.causal else "full" if call.full else window,
+        str(call.dtype).removeprefix("torch."),
+        f"{call.heads} heads over {call.kv_heads} of {' and '.join(map(str, widths))}",
+        f"dropout {dropout:g} while training" if dropout else "no dropout",
+    ]
+    parts += [f"packs of up to {call.sequences} sequences"] if call.sequences else []
+    parts += ["deterministic"] if call.deterministic else []
+    return ", ".join(parts)
 
 
 def _unfused(context: Context) -> str | None:

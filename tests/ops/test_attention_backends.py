@@ -187,7 +187,13 @@ def test_says_once_what_runs_and_why_not_the_others(installed, caplog):
         assert backends._chosen(shorter, CPU).name == "cudnn"
     said = "cudnn (not flash4: not installed; not flash3: not installed)"
     assert [r.getMessage() for r in caplog.records] == [f"attention on CUDA: {said}"]
-    assert backends.describe((9, 0)) == said
+    assert backends.describe(HOPPER) == said
+
+
+def test_what_was_not_tried_is_said_to_be(installed):
+    installed("flash4", "cudnn")
+    assert backends.describe(HOPPER) == "flash4, if a trial of it is right"
+    assert backends.describe(HOPPER._replace(dropout=True)).startswith("triton (not flash4: dropout ")
 
 
 def test_packages_that_are_not_there_say_how_to_get_them():

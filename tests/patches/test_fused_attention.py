@@ -19,7 +19,9 @@ from accel.ops._dispatch import _log_fallback_once
 from accel.patches import context_parallel, fused_attention
 from accel.patches.fused_attention import accept_backends, choose_backend
 from accel.testing.tolerance import assert_close_to_baseline
+from accel.upstream import SUPPORTED_MEGATRON
 from tests.ops.contract import needs_native
+from tests.versions import run_on
 
 HEADS, GROUPS, WIDTH = 4, 2, 16
 
@@ -294,23 +296,80 @@ def test_dropout_keeps_the_mean(megatron: None) -> None:
     assert abs(mean - 1) < 5 / (8 * 256 * HEADS) ** 0.5
 
 
-def test_backends_that_upstreams_validator_refuses() -> None:
+def of_device(device: str = "cpu", **args: Any) -> Context:
+    return Context(device, "0.19.2", argparse.Namespace(**args))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+def test_backends_that_upstreams_validator_refuses(device: str) -> None:
     from megatron.core.transformer.enums import AttnBackend
 
-    def context(device: str = "cpu", **args: Any) -> Context:
-        return Context(device, "0.19.2", argparse.Namespace(**args))
-
-    local = context(attention_backend=AttnBackend.local, spec=None)
-    assert len(accept_backends(local)) == 1
-    assert local.args.attention_backend is AttnBackend.auto
+    for spec in (None, ["some.module", "some_spec"]):
+        local = of_device(device, attention_backend=AttnBackend.local, spec=spec)
+        assert len(accept_backends(local)) == 1
+        assert local.args.attention_backend is AttnBackend.auto
     for spec, backend in ((["local"], AttnBackend.local), (None, AttnBackend.flash)):
-        asked = context(attention_backend=backend, spec=spec)
+        asked = of_device(device, attention_backend=backend, spec=spec)
         assert accept_backends(asked) == []
         assert asked.args.attention_backend is backend
-    strict = context(deterministic_mode=True, use_flash_attn=True)
-    assert len(accept_backends(strict)) == 1
-    assert not strict.args.use_flash_attn
-    assert accept_backends(context("cuda", deterministic_mode=True, use_flash_attn=True)) == []
+    strict = of_device(device, deterministic_mode=True, use_flash_attn=True)
+    assert len(accept_backends(strict)) == (device == "cpu")
+    assert strict.args.use_flash_attn == (device != "cpu")
+
+
+def test_transformer_engines_layers_have_no_local_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.enums import AttnBackend
+
+    monkeypatch.setattr(fused_attention, "te_installed", lambda: True)
+    for device, impl, backend in (
+        ("cuda", "transformer_engine", AttnBackend.local),
+        ("cuda", "local", AttnBackend.auto),
+        ("cpu", "transformer_engine", AttnBackend.auto),
+    ):
+        asked = of_device(device, attention_backend=AttnBackend.local, transformer_impl=impl)
+        accept_backends(asked)
+        assert asked.args.attention_backend is backend
+
+
+def check_local_backend() -> None:
+    """Megatron's own validator takes the flag on a GPU once accel has seen it, and not before."""
+    import os
+
+    import megatron.core
+    from megatron.core.transformer.enums import AttnBackend
+
+    accel.enable(preset="off", device="cpu")  # CUDA's calls of the validator have somewhere to go
+    from megatron.training.arguments import add_megatron_arguments, validate_args
+
+    flags = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --train-iters 1 "
+        "--max-position-embeddings 16 --micro-batch-size 1 --lr 1e-3 --mock-data --vocab-size 99 "
+        "--tokenizer-type NullTokenizer --transformer-impl local --attention-backend local"
+    )
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    validate = getattr(validate_args, "__wrapped__", validate_args)
+
+    def parsed() -> argparse.Namespace:
+        parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+        args = parser.parse_args(flags.split())
+        args.rank, args.world_size = 0, 1
+        return args
+
+    try:
+        with pytest.raises(TypeError, match="NoneType"):
+            validate(parsed(), {})
+        args = parsed()
+        accept_backends(Context("cuda", megatron.core.__version__, args))
+        validate(args, {})
+        assert args.attention_backend is AttnBackend.auto
+    finally:
+        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+        accel.disable()
+
+
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
+def test_a_gpu_takes_the_local_backend(version: str) -> None:
+    run_on(version, check_local_backend)
 
 
 def test_unfused_shows_in_the_table() -> None:
@@ -323,21 +382,159 @@ def test_unfused_shows_in_the_table() -> None:
     assert fused_attention.FEATURE.unavailable(Context("cuda", "0.19.2", args)) is None
 
 
-def test_the_table_names_the_kernel_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With cuDNN, PyTorch's FlashAttention-2 and no package."""
     monkeypatch.delenv("ACCEL_ATTENTION_BACKEND", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(
-        _attention_backends, "_missing", lambda name: {"flash4": "no", "flash3": "no"}.get(name)
-    )
-    context = Context("cuda", "0.19.2", argparse.Namespace())
-    (note,) = choose_backend(context)
-    assert note == "attention on CUDA: cudnn (not flash4: no; not flash3: no)"
-    off = Context("cuda", "0.19.2", argparse.Namespace(accel_preset="off"))
-    assert choose_backend(off) == []
+    absent = dict.fromkeys(("flash4", "flash3", "flash2"), "no")
+    monkeypatch.setattr(_attention_backends, "_missing", absent.get)
+
+
+LLAMA = {
+    "num_attention_heads": 32,
+    "hidden_size": 4096,
+    "kv_channels": None,
+    "group_query_attention": True,
+    "num_query_groups": 8,
+    "attention_dropout": 0.0,
+    "seq_length": 8192,
+    "bf16": True,
+}
+NO_PACKAGE = "not flash4: no; not flash3: no"
+
+
+def notes(**args: Any) -> list[str]:
+    begin = "attention on CUDA, "
+    found = choose_backend(Context("cuda", "0.19.2", argparse.Namespace(**args)))
+    assert all(note.startswith(begin) for note in found)
+    return [note.removeprefix(begin) for note in found]
+
+
+def test_the_table_names_an_example_where_there_is_no_model(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = "an example, causal, bfloat16, 32 heads over 8 of 128, no dropout: "
+    assert notes() == [f"{example}cudnn ({NO_PACKAGE})"]
+    (note,) = choose_backend(Context("cuda", "0.19.2"))
+    assert note == f"attention on CUDA, {example}cudnn ({NO_PACKAGE})"
+    assert notes(accel_preset="off") == []
     monkeypatch.setenv("ACCEL_ATTENTION_BACKEND", "fastest")
-    assert choose_backend(off) == []
+    assert notes(accel_preset="off") == []
     with pytest.raises(
         ValueError, match="ACCEL_ATTENTION_BACKEND='fastest': use one of auto, flash4"
     ):
-        choose_backend(context)
+        notes()
+
+
+PLANNED: dict[str, tuple[dict[str, Any], str]] = {
+    "as it is": ({}, "causal, bfloat16, 32 heads over 8 of 128, no dropout: cudnn ({no})"),
+    "Megatron's default dropout": (
+        {"attention_dropout": 0.1},
+        "causal, bfloat16, 32 heads over 8 of 128, dropout 0.1 while training: triton (not flash4: dropout "
+        "(its mask is not the op's); not flash3: dropout (its mask is not the op's); not cudnn: dropout "
+        "(its mask is not the op's))",
+    ),
+    "fp16, ranks": (
+        {"bf16": False, "fp16": True, "tensor_model_parallel_size": 4},
+        "causal, float16, 8 heads over 2 of 128, no dropout: cudnn ({no})",
+    ),
+    "more ranks than groups, and no groups": (
+        {"group_query_attention": False, "num_query_groups": 1, "tensor_model_parallel_size": 8},
+        "causal, bfloat16, 4 heads over 4 of 128, no dropout: cudnn ({no})",
+    ),
+    "fp32": (
+        {"bf16": False},
+        "causal, float32, 32 heads over 8 of 128, no dropout: triton (not flash4: torch.float32 (it takes "
+        "bfloat16 and float16); not flash3: torch.float32 (it takes bfloat16 and float16); not cudnn: "
+        "torch.float32 (it takes bfloat16 and float16))",
+    ),
+    "wide heads": (
+        {"kv_channels": 256},
+        "causal, bfloat16, 32 heads over 8 of 256, no dropout: triton ({no}; not cudnn: rows of 256 and 256)",
+    ),
+    "MLA": (
+        {"multi_latent_attention": True, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128},
+        "causal, bfloat16, 32 heads over 32 of 192 and 128, no dropout: cudnn ({no})",
+    ),
+    "MLA of other sizes": (
+        {"multi_latent_attention": True, "qk_head_dim": 64, "v_head_dim": 64},
+        "causal, bfloat16, 32 heads over 32 of 128 and 64, no dropout: "
+        "cudnn (not flash4: no; not flash3: rows of 128 and 64)",
+    ),
+    "a window": (
+        {"window_size": (1024, 0)},
+        "a window of 1024 and 0 keys (-1 for all), bfloat16, 32 heads over 8 of 128, no dropout: "
+        "triton (not flash4: a window on sm_90; not flash3: no; not cudnn: a window)",
+    ),
+    "a window that hides nothing more": (
+        {"window_size": (8192, 0)},
+        "causal, bfloat16, 32 heads over 8 of 128, no dropout: cudnn ({no})",
+    ),
+    "packs": (
+        {"sft": True},
+        "causal, bfloat16, 32 heads over 8 of 128, no dropout, packs of up to 16 sequences: "
+        "triton (not flash4: a pack of sequences on sm_90; not flash3: no; not cudnn: a pack of sequences)",
+    ),
+    "documents": (
+        {"dataloader_inter_document_masking": True},
+        "causal, bfloat16, 32 heads over 8 of 128, no dropout, packs of up to 16 sequences: "
+        "triton (not flash4: a pack of sequences on sm_90; not flash3: no; not cudnn: a pack of sequences)",
+    ),
+    "deterministic": (
+        {"deterministic_mode": True},
+        "causal, bfloat16, 32 heads over 8 of 128, no dropout, deterministic: triton (not flash4: "
+        "torch.use_deterministic_algorithms on sm_90; not flash3: no; not cudnn: "
+        "torch.use_deterministic_algorithms)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_the_table_names_the_kernel_of_the_model(case: str, hopper: None) -> None:
+    args, line = PLANNED[case]
+    assert notes(**{**LLAMA, **args}) == [line.format(no=NO_PACKAGE)]
+
+
+@pytest.mark.parametrize(
+    ("every", "kinds"),
+    [
+        (None, ["a window"]),
+        (2, ["a window", "causal"]),
+        (1, ["causal"]),
+        ([1, 1], ["a window"]),
+        ([1, 0, 1], ["a window", "causal"]),
+    ],
+)
+def test_layers_with_a_window_and_those_without_have_a_line_each(
+    every: Any, kinds: list[str], hopper: None
+) -> None:
+    found = notes(**LLAMA, window_size=(1024, 0), window_attn_skip_freq=every)
+    assert len(found) == len(kinds)
+    assert all(note.startswith(kind) for note, kind in zip(found, kinds, strict=True))
+
+
+def test_a_model_of_a_yaml_file_is_found_before_it_is_validated(hopper: None) -> None:
+    of_model = {name: value for name, value in LLAMA.items() if name != "group_query_attention"}
+    args = {
+        "language_model": SimpleNamespace(**{**of_model, "bf16": None, "seq_length": None}),
+        "model_parallel": SimpleNamespace(bf16=True, tensor_model_parallel_size=2),
+        "seq_length": 4096,
+    }
+    assert notes(**args) == [
+        f"causal, bfloat16, 16 heads over 4 of 128, no dropout: cudnn ({NO_PACKAGE})"
+    ]
+
+
+def test_the_table_names_no_kernel_of_what_others_compute(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.transformer.enums import AttnBackend
+
+    assert notes(**LLAMA, attention_backend=AttnBackend.unfused) == []
+    te = {**LLAMA, "transformer_impl": "transformer_engine"}
+    assert len(notes(**te)) == 1, "by accel's layers"
+    monkeypatch.setattr(fused_attention, "te_installed", lambda: True)
+    assert notes(**te) == []
+    assert len(notes(**{**te, "transformer_impl": "local"})) == 1
