@@ -22,7 +22,7 @@ import schedules
 from accel.cli.features import describe
 from accel.feature import Feature
 from accel.patches import FEATURES
-from accel.testing.bench import outcome
+from accel.testing.bench import advantage, outcome
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -124,7 +124,9 @@ def measurements(report: Mapping) -> str:
             row["case"],
             f"{row['metric']}, {row['unit']}",
             f"**{row['ours']:.4g}**",
-            "; ".join(f"{name} {peer(row, value)}" for name, value in row["peers"].items()),
+            "; ".join(
+                f"{name} {value:.4g}{advantage(row, value)}" for name, value in row["peers"].items()
+            ),
             limit(row),
             target(row),
         )
@@ -132,14 +134,6 @@ def measurements(report: Mapping) -> str:
         if row["metric"] not in ("bandwidth", "rate")
     ]
     return table(("case", "", "accel", "peers", "limit", "target"), rows)
-
-
-def peer(row: Mapping, value: float) -> str:
-    ours = row["ours"]
-    if not value or not ours or row["metric"].startswith("time in"):
-        return f"{value:.4g}"
-    times = value / ours if row["better"] == "lower" else ours / value
-    return f"{value:.4g} ({times:.2f}x)"
 
 
 def limit(row: Mapping) -> str:

@@ -9,9 +9,9 @@ result is closer to the exact one than upstream's own, but not the same bits; dr
 from Megatron's RNG tracker where upstream draws S x S, so other elements are dropped.
 
 ``--attention-backend auto``, ``flash`` and ``fused``, and ``--use-flash-attn``, mean this kernel;
-``local`` as well, which upstream accepts only with ``--spec local``, and with Transformer Engine's layers
-still does. ``unfused`` is upstream's own attention. The kernel is deterministic, so ``--deterministic-mode``
-takes it too.
+``local`` as well, which upstream accepts only with ``--spec local`` (on GPUs with Transformer Engine's own
+layers that stays so). ``unfused`` is upstream's own attention. The kernel is deterministic, so
+``--deterministic-mode`` takes it too.
 
 What it keeps for the backward is what it reads: the values are copied out of the product of queries, keys and
 values, of which a view would keep all (5/6 of it for nothing with 4 queries to a key), unless queries or keys

@@ -44,6 +44,7 @@ from accel.ops import _native
 
 __all__ = [
     "Case",
+    "advantage",
     "commit",
     "input_sets",
     "machine_name",
@@ -497,7 +498,9 @@ def _table(report: Mapping) -> str:
         "",
     ]
     for row in report["rows"]:
-        peers = "".join(f"  {side} {value:9.4g}" for side, value in row["peers"].items())
+        peers = "".join(
+            f"  {side} {value:9.4g}{advantage(row, value)}" for side, value in row["peers"].items()
+        )
         limit = "" if row["limit"] is None else f"  limit {row['limit']:9.4g}"
         lines.append(
             f"{row['case']:34} {row['metric']} ({row['unit']}, {row['better']} is better):"
@@ -505,6 +508,14 @@ def _table(report: Mapping) -> str:
         )
     lines += ["", *dict.fromkeys(f"{row['case']}: {row['method']}" for row in report["rows"])]
     return "\n".join(lines)
+
+
+def advantage(row: Mapping, peer: float) -> str:
+    """How many times better than a peer we are, in brackets, " (1.50x)"; empty where that says nothing."""
+    ours = row["ours"]
+    if not peer or not ours or row["metric"].startswith("time in"):
+        return ""
+    return f" ({peer / ours if row['better'] == 'lower' else ours / peer:.2f}x)"
 
 
 def verdict(row: Mapping) -> str:

@@ -193,7 +193,9 @@ def test_says_once_what_runs_and_why_not_the_others(installed, caplog):
 def test_what_was_not_tried_is_said_to_be(installed):
     installed("flash4", "cudnn")
     assert backends.describe(HOPPER) == "flash4, if a trial of it is right"
-    assert backends.describe(HOPPER._replace(dropout=True)).startswith("triton (not flash4: dropout ")
+    assert backends.describe(HOPPER._replace(dropout=True)).startswith(
+        "triton (not flash4: dropout "
+    )
 
 
 def test_packages_that_are_not_there_say_how_to_get_them():

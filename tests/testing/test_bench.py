@@ -191,6 +191,22 @@ def test_a_row_has_every_key_in_order():
     assert (other["better"], other["limit"], other["target"]) == ("higher", 1.0, 4.0)
 
 
+def test_a_table_says_how_many_times_better_than_each_peer_we_are(capsys):
+    def rows(quick: bool) -> list[dict]:
+        sides = {bench.OURS: 2.0, "slow": 3.0, "slower": 9.0, "absent": 0.0}
+        higher = bench.row("sum", "rate", "1/s", sides, "", better="higher")
+        return [bench.row("sum", "time", "ms", sides, ""), higher]
+
+    assert run_rows(rows) == 0
+    time, rate = (line for line in capsys.readouterr().out.splitlines() if "is better" in line)
+    assert time.endswith(
+        "accel         2  slow         3 (1.50x)  slower         9 (4.50x)  absent         0"
+    )
+    assert "slow         3 (0.67x)  slower         9 (0.22x)  absent" in rate
+    shares = bench.row("sum", "time in a share", "%", {bench.OURS: 2.0, "slow": 3.0}, "")
+    assert bench.advantage(shares, 3.0) == ""
+
+
 def run_rows(rows, *flags: str) -> int:
     return bench.run_rows("sums", rows, bench.parser("sums").parse_args(flags))
 
