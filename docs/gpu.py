@@ -29,7 +29,7 @@ leaves it to the next.
 
 * Each Triton kernel runs in Triton's interpreter under the contract of its op, the same tests that the
   CPU's kernels pass (`tests/triton`), and is compiled ahead of time for sm_80, sm_90 and sm_100. A spill
-  fails.
+  of more bytes than the kernel excuses, none but for attention's backward, fails.
 * Each CUDA C++ kernel runs on the CPU under the same contract, its blocks' threads as fibers
   (`tests/cuda`), and is compiled for sm_80, sm_90 and sm_100, as `setup.py` builds them.
 * Each Ascend kernel runs against torch-npu's own schemas with reference implementations behind them
@@ -63,7 +63,7 @@ def pages(docs: Path, generated: str, table: Table) -> dict[Path, str]:
         parts += [
             "## Compiled",
             f"`make compile-table` ({versions}): registers of a thread at most, shared memory of a block at "
-            "most, over all cases. Spills are those of kernels that say why they may.",
+            "most, over all cases. Spills are those of kernels that say why, and how many bytes at most.",
             compiled(report["rows"], table),
         ]
     parts += ["## Measured", measured(table)]

@@ -1040,14 +1040,23 @@ def best_backward(dout: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor
 KERNELS = {"accel::attention_fwd": best_forward, "accel::attention_bwd": best_backward}
 
 MAY_SPILL = {
-    ("_backward_keys", "sm_90"): "rows of 128: 2.66 ms all the same, 3.35 with blocks that do not "
-    "(32 x 128; an H200, 8192 causal queries of 32 heads over 8)",
-    ("_backward_queries", "sm_90"): "rows of 64: 0.72 ms all the same, with 8 warps, which do not, "
-    "0.85 (an H200, 8192 causal queries of 32 heads)",
-    ("_backward_keys", "sm_80"): "with blocks that it does not get ('for sm_80' are its own), "
-    "and with rows of 192",
-    ("_backward_queries", "sm_80"): "likewise; for rows of 192 smaller blocks spill too",
+    ("_backward_keys", "sm_90"): (
+        320,
+        "rows of 128: 2.66 ms all the same, 3.35 with blocks that do not "
+        "(32 x 128; an H200, 8192 causal queries of 32 heads over 8)",
+    ),
+    ("_backward_queries", "sm_90"): (
+        48,
+        "rows of 64: 0.72 ms all the same, with 8 warps, which do not, "
+        "0.85 (an H200, 8192 causal queries of 32 heads)",
+    ),
+    ("_backward_keys", "sm_80"): (
+        624,
+        "with blocks that it does not get ('for sm_80' are its own), and with rows of 192",
+    ),
+    ("_backward_queries", "sm_80"): (268, "likewise; for rows of 192 smaller blocks spill too"),
 }
+"""Kernel and architecture -> bytes that it may spill at most, in any case, and why."""
 
 
 def _for_ampere(launcher: Callable, *args: Any) -> Any:
