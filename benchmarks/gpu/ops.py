@@ -8,6 +8,8 @@ Bytes and operations, for T rows of N columns of 2 bytes:
     rms_norm, layer_norm   forward 2 T N elements; backward 3 T N
     add_rms_norm           forward 4 T N; backward 4 T N
     swiglu, geglu          forward 3 T F elements; backward 5 T F, for F columns of the result
+    bias_gelu, squared_relu    forward 2 T F elements; backward 3 T F
+    masked_softmax         of scores of S x S for each head: forward 2 elements; backward 3
     rope, qkv_rope         2 elements for each of q and k, and of v; ours with tables made once
     cross_entropy          logits read twice, their gradient written over them: 3 T V elements
     linear_cross_entropy   8 T H V operations: the logits forward and once more backward, two products for
@@ -15,8 +17,13 @@ Bytes and operations, for T rows of N columns of 2 bytes:
     adamw                  28 bytes for each parameter with a 16-bit remainder
     l2_norm, scale         4 bytes for each element; 8
     attention              causal: 2 Q K D B H forward, 5 Q K D B H backward
-    grouped_gemm           2 T K N operations
+    grouped_gemm           2 T K N operations; so its weight gradients into fp32 main_grad
+    gemm_accumulate        2 M N K operations
     permute, unpermute     T + P rows of N elements
+    topk_router            of fp32 logits, T x E: forward 9 bytes; backward 13
+    moe_aux_scores         forward 9 bytes; backward 12
+
+linear_cross_entropy gives each token's loss; Liger's gives their mean, which has a row of its own.
 
 Not swept: fp16, other heads' widths than 128.
 """
@@ -40,12 +47,16 @@ from accel.ops import (
     adamw,
     add_rms_norm,
     attention,
+    bias_gelu,
     cross_entropy,
     geglu,
+    gemm_accumulate,
     grouped_gemm,
     l2_norm,
     layer_norm,
     linear_cross_entropy,
+    masked_softmax,
+    moe_aux_scores,
     moe_permute,
     moe_row_map,
     moe_unpermute,
@@ -53,10 +64,12 @@ from accel.ops import (
     rms_norm,
     scale,
     split_remainder,
+    squared_relu,
     swiglu,
     topk_router,
 )
 from accel.ops._dispatch import missing_kernel
+from accel.ops.grouped_gemm import accumulate_wgrad
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.timing import on_stream
 from benchmarks.gpu.work import EAGER, LATE, OURS, Work, as_row, run
@@ -172,6 +185,38 @@ def activations(toy: bool) -> Iterator[Work]:
             yield Work(mode="forward", num_bytes=6 * elements, target_of_limit=4.0 / 4.3, **made)
             yield Work(mode="backward", num_bytes=10 * elements, target_of_limit=3.8 / 4.3, **made)
 
+        def xb(device: str, t: int = num_rows, f: int = width, vectors: int = 1) -> tuple:
+            return normal(t, f, device=device), *(normal(f, device=device) for _ in range(vectors))
+
+        ungated = {
+            "bias_gelu": (1, bias_gelu, lambda x, b: F.gelu(x + b, approximate="tanh")),
+            "squared_relu": (0, squared_relu, lambda x: F.relu(x).square()),
+        }
+        for op, (vectors, ours, plain) in ungated.items():
+            made = {"op": op, "shape": shape, "make": partial(xb, vectors=vectors), "last": True}
+            made |= {"sides": {OURS: ours, EAGER: plain}, "leaves": range(1 + vectors)}
+            yield Work(mode="forward", num_bytes=4 * elements, **made)
+            yield Work(mode="backward", num_bytes=6 * elements, **made)
+
+
+def softmaxes(toy: bool) -> Iterator[Work]:
+    """Attention's scores under a mask of three documents, as of --reset-attention-mask."""
+    heads, s = (2, 32) if toy else (8, 4096)
+
+    def scores(device: str) -> tuple:
+        document = torch.arange(s, device=device) * 3 // s
+        later = torch.ones(s, s, dtype=torch.bool, device=device).triu(1)
+        return normal(1, heads, s, s, device=device), later | (document[:, None] != document)
+
+    def eager(x: Tensor, mask: Tensor) -> Tensor:
+        return x.float().masked_fill(mask, -10000.0).softmax(-1).to(x.dtype)
+
+    made = {"op": "masked_softmax", "shape": f"{heads} heads, S={s}", "make": scores}
+    made |= {"sides": {OURS: masked_softmax, EAGER: eager}, "compiled": False, "last": True}
+    elements = heads * s * s
+    yield Work(mode="forward", num_bytes=4 * elements, **made)
+    yield Work(mode="backward", num_bytes=6 * elements, **made)
+
 
 def ropes(toy: bool) -> Iterator[Work]:
     s, heads, groups, d = (16, 2, 1, 32) if toy else (8192, 32, 8, 128)
@@ -202,7 +247,9 @@ def ropes(toy: bool) -> Iterator[Work]:
     num_bytes = 2 * 2 * s * (heads + groups) * d
     made = {"op": "rope", "shape": f"S={s}, {heads}+{groups} heads of {d}", "make": qk}
     made["outputs"] = 2
-    yield Work(mode="forward", sides=sides, num_bytes=num_bytes, target_of_limit=3.8 / 4.3, **made)
+    made |= {"sides": sides, "num_bytes": num_bytes, "target_of_limit": 3.8 / 4.3}
+    yield Work(mode="forward", **made)
+    yield Work(mode="backward", leaves=(0, 1), compiled=False, last=True, **made)
 
     def product(device: str) -> tuple:
         *_, freqs, tables = qk(device)
@@ -219,11 +266,12 @@ def ropes(toy: bool) -> Iterator[Work]:
         q = rotated(q.reshape(s, 1, heads, d), cos, sin)
         return q, rotated(k, cos, sin), v.contiguous()
 
-    yield Work(
-        op="qkv_rope", mode="forward", shape=f"S={s}, {groups} groups of {heads // groups}+2 heads of {d}",
-        make=product, sides={OURS: apart, EAGER: eager_apart},
-        num_bytes=2 * 2 * s * (heads + 2 * groups) * d, target_of_limit=3.8 / 4.3,
-    )  # fmt: skip
+    shape = f"S={s}, {groups} groups of {heads // groups}+2 heads of {d}"
+    made = {"op": "qkv_rope", "shape": shape, "make": product, "outputs": 3}
+    made |= {"sides": {OURS: apart, EAGER: eager_apart}, "target_of_limit": 3.8 / 4.3}
+    made["num_bytes"] = 2 * 2 * s * (heads + 2 * groups) * d
+    yield Work(mode="forward", **made)
+    yield Work(mode="backward", compiled=False, last=True, **made)
 
 
 def losses(toy: bool) -> Iterator[Work]:
@@ -278,18 +326,16 @@ def losses(toy: bool) -> Iterator[Work]:
             lambda m: lambda x, w, y: m.linear_cross_entropy(x, w, y, reduction="none"),
         ),
     }
-    yield Work(
-        op="linear_cross_entropy",
-        shape=f"T={t}, H={h}, V={v}",
-        mode="both",
-        make=hidden,
-        leaves=(0, 1),
-        sides=sides,
-        num_flops=8 * t * h * v,
-        sustained=True,
-        target_of_limit=0.9,
-        compiled=False,
-    )
+    made = {"op": "linear_cross_entropy", "mode": "both", "make": hidden, "leaves": (0, 1)}
+    made |= {"num_flops": 8 * t * h * v, "sustained": True, "compiled": False}
+    shape = f"T={t}, H={h}, V={v}"
+    yield Work(shape=shape, sides=sides, target_of_limit=0.9, **made)
+    means = {
+        OURS: lambda x, w, y: fused(x, w, y).mean(),
+        EAGER: lambda x, w, y: F.cross_entropy((x @ w.t()).float(), y),
+        "liger": peer(LIGER, lambda m: lambda x, w, y: m.liger_fused_linear_cross_entropy(x, w, y)),
+    }
+    yield Work(shape=f"{shape}, mean", sides=means, last=True, **made)
 
 
 def optimizers(toy: bool) -> Iterator[Work]:
@@ -449,6 +495,32 @@ def experts(toy: bool) -> Iterator[Work]:
     yield Work(mode="forward", num_flops=2 * t * k * n, **made)
     yield Work(mode="backward", num_flops=4 * t * k * n, **made)
 
+    def gradients(device: str) -> tuple:
+        x, _, counts = routed(device)
+        main_grad = normal(e, k, n, dtype=torch.float32, device=device)
+        return normal(t, n, device=device), x, main_grad, counts
+
+    def added(dy: Tensor, x: Tensor, main_grad: Tensor, counts: Tensor) -> Tensor:
+        accumulate_wgrad(dy, x, counts, main_grad)
+        return main_grad
+
+    def added_by_stock(dy: Tensor, x: Tensor, main_grad: Tensor, counts: Tensor) -> Tensor:
+        parts = (tensor.split(counts.tolist()) for tensor in (x, dy))
+        for grad, rows, of_rows in zip(main_grad, *parts, strict=True):
+            grad.add_(rows.t() @ of_rows)
+        return main_grad
+
+    def added_by_library(dy: Tensor, x: Tensor, main_grad: Tensor, counts: Tensor) -> Tensor:
+        offsets = counts.cumsum(0).to(torch.int32)
+        return main_grad.add_(torch._grouped_mm(x.t(), dy, offs=offsets))
+
+    yield Work(
+        op="grouped_gemm_wgrad", mode="forward", make=gradients, num_flops=2 * t * k * n, last=True,
+        sides={OURS: added, EAGER: added_by_stock}
+        | ({} if toy else {"torch._grouped_mm": added_by_library}),
+        shape=f"{e} experts, {k} x {n} += {t} rows", compiled=False,
+    )  # fmt: skip
+
     tokens = t // topk
 
     def map_of(device: str) -> Tensor:
@@ -462,12 +534,12 @@ def experts(toy: bool) -> Iterator[Work]:
     def eager_permute(x: Tensor, row_map: Tensor) -> Tensor:
         return x.index_select(0, row_map % tokens)
 
-    made = {"shape": f"{tokens} tokens to {topk} of {e} experts, H={h}"}
-    num_bytes = 2 * h * (tokens + tokens * topk)
-    yield Work(
-        op="moe_permute", mode="forward", make=permuted, num_bytes=num_bytes, target_of_limit=0.75,
-        sides={OURS: moe_permute, EAGER: eager_permute}, **made,
-    )  # fmt: skip
+    both = {"shape": f"{tokens} tokens to {topk} of {e} experts, H={h}", "target_of_limit": 0.75}
+    both["num_bytes"] = 2 * h * (tokens + tokens * topk)
+    made = {"op": "moe_permute", "make": permuted, **both}
+    made["sides"] = {OURS: moe_permute, EAGER: eager_permute}
+    yield Work(mode="forward", **made)
+    yield Work(mode="backward", compiled=False, last=True, **made)
 
     def rows(device: str) -> tuple:
         return normal(tokens * topk, h, device=device), moe_row_map(map_of(device), tokens * topk)
@@ -479,11 +551,10 @@ def experts(toy: bool) -> Iterator[Work]:
     def reference(y: Tensor, row_map: Tensor) -> Tensor:
         return eager_unpermute(y.float(), row_map)
 
-    yield Work(
-        op="moe_unpermute", mode="forward", make=rows, num_bytes=num_bytes, target_of_limit=0.75,
-        sides={OURS: lambda y, m: moe_unpermute(y, m, tokens), EAGER: eager_unpermute},
-        reference=reference, **made,
-    )  # fmt: skip
+    made = {"op": "moe_unpermute", "make": rows, "reference": reference, **both}
+    made["sides"] = {OURS: lambda y, m: moe_unpermute(y, m, tokens), EAGER: eager_unpermute}
+    yield Work(mode="forward", **made)
+    yield Work(mode="backward", compiled=False, last=True, **made)
 
     def router_logits(device: str) -> tuple:
         return (normal(tokens, e, dtype=torch.float32, device=device),)
@@ -492,10 +563,44 @@ def experts(toy: bool) -> Iterator[Work]:
         values, chosen = x.topk(topk, dim=1)
         return torch.zeros_like(x).scatter(1, chosen, values.softmax(-1))
 
+    made = {"shape": f"{tokens} tokens, {topk} of {e} experts", "make": router_logits}
+    sides = {OURS: lambda x: topk_router(x, topk)[0], EAGER: eager_router}
+    router = {"op": "topk_router", "sides": sides, **made}
+    yield Work(mode="forward", num_bytes=tokens * e * (4 + 4 + 1), **router)
+    late = {"compiled": False, "last": True}
+    yield Work(mode="backward", num_bytes=tokens * e * (4 + 1 + 4 + 4), **router, **late)
+
+    def eager_scores(x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = x.softmax(-1)
+        routing_map = torch.zeros_like(x, dtype=torch.bool)
+        return scores, routing_map.scatter(1, scores.topk(topk, dim=1).indices, True)
+
+    sides = {OURS: lambda x: moe_aux_scores(x, topk)[::-1], EAGER: eager_scores}
+    aux = {"op": "moe_aux_scores", "sides": sides, **made, **late}
+    yield Work(mode="forward", num_bytes=tokens * e * (4 + 4 + 1), **aux)
+    yield Work(mode="backward", num_bytes=tokens * e * (4 + 4 + 4), **aux)
+
+
+def weight_gradients(toy: bool) -> Iterator[Work]:
+    """Of a linear layer, added to fp32 main_grad."""
+    m, n, k = (24, 16, 32) if toy else (14336, 4096, 8192)
+
+    def tensors(device: str) -> tuple:
+        out = normal(m, n, dtype=torch.float32, device=device)
+        return out, normal(k, m, device=device), normal(k, n, device=device)
+
+    def ours(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        gemm_accumulate(out, a, b)
+        return out
+
+    def in_fp32(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return torch.ops.aten.addmm.dtype_out(out, a.t(), b, torch.float32, out=out)
+
+    sides = {OURS: ours, EAGER: lambda out, a, b: out.add_(a.t() @ b)}
+    sides |= {} if toy else {"torch.addmm": in_fp32}
     yield Work(
-        op="topk_router", mode="forward", make=router_logits, num_bytes=tokens * e * (4 + 4 + 1),
-        sides={OURS: lambda x: topk_router(x, topk)[0], EAGER: eager_router},
-        shape=f"{tokens} tokens, {topk} of {e} experts",
+        op="gemm_accumulate", mode="forward", shape=f"{m} x {n} += {k} rows", make=tensors, sides=sides,
+        num_flops=2 * m * n * k, compiled=False, last=True,
     )  # fmt: skip
 
 
@@ -518,13 +623,12 @@ def small(toy: bool) -> Iterator[Work]:
 
 GROUPS = (
     *(norms, activations, ropes, losses, optimizers, many_tensors),
-    *(attentions, experts, small),
+    *(attentions, experts, small, softmaxes, weight_gradients),
 )
 
 
 def works(toy: bool) -> Iterator[Work]:
-    for group in GROUPS:
-        yield from group(toy)
+    yield from sorted((work for group in GROUPS for work in group(toy)), key=lambda work: work.last)
 
 
 def without_late(works: Iterator[Work]) -> Iterator[Work]:

@@ -12,7 +12,8 @@ from benchmarks.gpu.setting import CHECKOUT, Setting
 from benchmarks.gpu.work import OURS
 
 FILES = {
-    **{"swiglu": "activation", "geglu": "activation", "moe_unpermute": "moe_permute"},
+    **dict.fromkeys(("swiglu", "geglu", "bias_gelu", "squared_relu"), "activation"),
+    "moe_unpermute": "moe_permute",
     **{"l2_norm": "multi_tensor", "scale": "multi_tensor"},
 }
 """The kernels of an op, where its name is not theirs."""

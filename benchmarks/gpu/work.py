@@ -65,6 +65,8 @@ class Work:
     """For the check, in place of eager on fp32 inputs."""
     compiled: bool = True
     """Whether `torch.compile` of eager could be a peer."""
+    last: bool = False
+    """After all that are not: what a run that is cut off leaves out first."""
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +17,15 @@ from accel.parallel import overlapped_linear
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import build, compiled_ops, memory, overlap, pack_peers, report
 from benchmarks.gpu.ops import (
+    LIGER,
     attentions,
     experts,
+    losses,
     norms,
     optimizers,
     small,
     without_late,
+    works,
 )
 from benchmarks.gpu.report import (
     OURS_IN_TRITON,
@@ -356,6 +360,84 @@ def test_a_training_table_names_the_peak_of_its_mfu():
     assert report.training_title({"shape": "Llama", "peak_flops": None}) == "Training, Llama:"
 
 
+ROWS = {work.name: work for work in works(toy=True) if work.op != "attention by Triton"}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_is_right_and_runs_on_a_cpu(name):
+    work = ROWS[name]
+    sides = {side: f for side, f in work.sides.items() if callable(f)}
+    assert {OURS} < set(sides)
+    assert check(work, "cpu", sides) == {}
+    results = run(work, "cpu", None)
+    assert all(isinstance(results[side], Times) for side in sides)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_tells_another_result(name):
+    """Of each result and gradient that the row compares, half as much again is wrong."""
+    work = ROWS[name]
+
+    def wrong(*arguments):
+        found = work.sides[OURS](*arguments)
+        several = isinstance(found, list | tuple)
+        results = list(found[: work.outputs]) if several else [found]
+        results[-1] = results[-1] * 1.5
+        return results if several else results[0]
+
+    assert check(
+        work, "cpu", {**{EAGER: work.sides.get(EAGER, work.reference)}, OURS: wrong}
+    ).keys() == {OURS}
+
+
+def test_ops_that_have_a_kernel_have_a_row():
+    names = {(work.op, work.mode) for work in works(toy=True)}
+    both = {
+        (op, m)
+        for op in (
+            "bias_gelu",
+            "squared_relu",
+            "masked_softmax",
+            "rope",
+            "qkv_rope",
+            "moe_permute",
+            "moe_unpermute",
+            "topk_router",
+            "moe_aux_scores",
+        )
+        for m in ("forward", "backward")
+    }
+    assert names >= both | {("gemm_accumulate", "forward"), ("grouped_gemm_wgrad", "forward")}
+
+
+def test_a_run_that_is_cut_off_leaves_out_the_newest_rows():
+    last = [work.last for work in works(toy=True)]
+    assert last == sorted(last)
+    assert 0 < sum(last) < len(last)
+    assert {name for name, work in ROWS.items() if work.last and work.compiled} == {
+        f"{op} {mode} 8 x 32"
+        for op in ("bias_gelu", "squared_relu")
+        for mode in ("forward", "backward")
+    }
+
+
+def test_ligers_loss_of_whole_logits_is_asked_for_the_mean(monkeypatch):
+    def row() -> Work:
+        return next(work for work in losses(toy=True) if work.shape.endswith("mean"))
+
+    monkeypatch.setitem(sys.modules, LIGER, None)
+    assert row().sides["liger"].startswith("ModuleNotFoundError: import of liger_kernel")
+
+    def fused(input, weight, target, bias=None, reduction="mean"):
+        return torch.nn.functional.cross_entropy(input @ weight.t(), target, reduction=reduction)
+
+    liger = SimpleNamespace(liger_fused_linear_cross_entropy=fused)
+    monkeypatch.setitem(sys.modules, LIGER, liger)
+    work = row()
+    results = run(work, "cpu", None)
+    assert all(isinstance(results[side], Times) for side in (OURS, EAGER, "liger"))
+
+
 def test_a_peer_that_is_less_exact_is_timed_and_told():
     sides = {
         OURS: lambda x: 2.04 * x,
@@ -380,6 +462,7 @@ def test_one_side_alone_is_timed_and_eager_says_whether_it_is_right():
 def test_tritons_kernels_are_a_peer_where_there_are_others():
     assert has_both("rms_norm")
     assert has_both("swiglu")
+    assert has_both("bias_gelu")
     assert has_both("scale")
     assert not has_both("attention")
     assert not has_both("qkv_rope")
