@@ -51,8 +51,8 @@ steps shaped like Llama 3 8B and DeepSeekMoE 16B, what the memory features save 
 that compile at their first call (`torch.compile`, QuACK, FlashAttention-4), and writes `results.json` and
 `results.md` into `benchmarks/results/<gpu>`. A call takes under nine minutes, all parts may take longer:
 repeated, it goes on where it stopped, until all parts are done. `make gpu-rehearsal` runs the same parts on a
-CPU at toy sizes. The target of attention (0.98 of it) and of grouped products is the fastest of all peers that
-any part has timed.
+CPU at toy sizes. The target of attention (at 0.98) and of grouped products is the rate of the fastest
+of all peers that any part has timed.
 """
 
 
