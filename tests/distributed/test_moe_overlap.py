@@ -199,6 +199,13 @@ def test_upstreams_own_overlap_runs_without_transformer_engine(
     check_training("moe", f"{EP2} {GROUPED}", flags.split(), [], fresh_store)
 
 
+@pytest.mark.distributed(world_size=4)
+def test_upstreams_own_overlap_runs_in_a_pipeline(fresh_store: FreshStore) -> None:
+    """One micro-batch's all-to-all beside another's products, after a warm-up of one more each."""
+    flags = "--overlap-moe-expert-parallel-comm --delay-wgrad-compute"
+    check_training("moe", FOUR["vpp2"], flags.split(), [], fresh_store)
+
+
 @pytest.mark.usefixtures("skewed")
 @pytest.mark.distributed(world_size=2)
 def test_rows_that_one_rank_has_no_room_for_are_one_error_on_all(
