@@ -12,7 +12,8 @@ Hot        Experts whose popularity falls as Zipf's law with exponent 1.2, the f
            speed, where the work dominates: the layer, and the GPT in preset fast (but for what has to be
            there when it is built), in whose step the experts count for more. The limit is the same with
            experts that are equally popular. Loads of 4 ranks come from the planner, over 200 draws of
-           counts and of who owns which expert.
+           counts and of who owns which expert; beside them those of experts that have moved, and of
+           EPLB's replicas, both from the same counts and so as if these had been known before.
 
 The link is of the lab (benchmarks/lab). Ours has `host_batch_scheduling` on, since before the clock starts.
 Medians; one allocator for all sides, which keeps freed pages; nothing else may run on the machine. The ranks
@@ -30,7 +31,14 @@ from typing import Any
 
 import torch
 
-from accel.parallel.experts.plan import longest_over_mean, plan_copies, rank_loads
+from accel.parallel.experts.plan import (
+    longest_over_mean,
+    place_eplb,
+    place_greedy,
+    plan_copies,
+    rank_loads,
+    slot_loads,
+)
 from accel.testing import bench
 from accel.testing.bench import OURS, row
 from benchmarks.lab.link import Link, hosts_of
@@ -44,6 +52,7 @@ STOCK, GROUPED = "Megatron", "grouped products, no overlap"
 COMPUTE, TRANSFERS = "work alone", "transfers alone"
 WITHOUT, EVEN = "accel, no copies", "accel, as many rows for each expert"
 POPULAR = "accel, experts equally popular"
+MOVED, EPLB = "experts moved, the largest first", "EPLB, as many replicas as copies"
 HIDDEN, FASTER, HOT_FASTER, LONGEST = 0.7, 1.2, 1.3, 1.15
 
 
@@ -194,23 +203,30 @@ def hot_rows(link: Link, quick: bool) -> list[dict]:
 def planned_rows(quick: bool) -> list[dict]:
     """Loads of 16 experts on 4 ranks, before and after."""
     ranks, experts, rows, most = 4, 16, 4096, 4
-    before, after = [], []
+    sides: dict[str, list[float]] = {OURS: [], WITHOUT: [], MOVED: [], EPLB: []}
     owners = [e * ranks // experts for e in range(experts)]
     for seed in range(5 if quick else 200):
         counts = zipf_counts(ranks, experts, rows, seed)
         order = random.Random(seed).sample(range(experts), experts)
         counts = [[rows_of[e] for e in order] for rows_of in counts]
+        totals = [sum(of_expert) for of_expert in zip(*counts, strict=True)]
         copies = plan_copies(counts, owners, most, 0)
-        before.append(longest_over_mean(rank_loads(counts, owners)))
-        after.append(longest_over_mean(rank_loads(counts, owners, copies)))
+        loads = {
+            OURS: rank_loads(counts, owners, copies),
+            WITHOUT: rank_loads(counts, owners),
+            MOVED: rank_loads(counts, place_greedy(totals, ranks)),
+            EPLB: slot_loads(totals, place_eplb(totals, ranks, experts + most)),
+        }
+        for side, of_ranks in loads.items():
+            sides[side].append(longest_over_mean(of_ranks))
     name = f"{experts} experts on {ranks} ranks, {rows} rows each by Zipf's law, owners drawn"
-    method = f"the planner, up to {most} experts copied; of {len(after)} draws"
+    method = f"the planner, up to {most} experts copied; of {len(sides[OURS])} draws"
     return [
         row(
             name,
             f"max/mean of the ranks' rows, {what}",
             "",
-            {OURS: of(after), WITHOUT: of(before)},
+            {side: of(found) for side, found in sides.items()},
             method,
             limit=1.0,
             target=LONGEST,
