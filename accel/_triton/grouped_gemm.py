@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,10 +40,16 @@ FP32_TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 16, "num_warps": 8, "num_s
 
 
 @triton.jit
-def _counts(counts_E, num_experts, BLOCK_E: tl.constexpr):
+def _clamped(counts, num_rows):
+    """int32: nobody has looked at them."""
+    return tl.minimum(tl.maximum(counts, 0), num_rows).to(tl.int32)
+
+
+@triton.jit
+def _counts(counts_E, num_rows, num_experts, BLOCK_E: tl.constexpr):
     experts = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_E + experts, mask=experts < num_experts, other=0)
-    return tl.maximum(counts, 0).to(tl.int32)
+    return _clamped(counts, num_rows)
 
 
 @triton.jit
@@ -65,7 +72,7 @@ def _product(
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of y[rows of e] = x[rows of e] W[e]; the last programs may find that there are no more."""
-    counts = _counts(counts_E, num_experts, BLOCK_E)
+    counts = _counts(counts_E, num_rows, num_experts, BLOCK_E)
     num_n = tl.cdiv(N, BLOCK_N)
     tiles = (counts + BLOCK_M - 1) // BLOCK_M * num_n
     before = tl.cumsum(tiles, 0) <= tl.program_id(0)
@@ -73,7 +80,7 @@ def _product(
     if e < BLOCK_E:
         first = tl.sum(tl.where(before, counts, 0))
         in_expert = tl.program_id(0) - tl.sum(tl.where(before, tiles, 0))
-        count = tl.load(counts_E + e).to(tl.int32)
+        count = _clamped(tl.load(counts_E + e), num_rows)
         m, n = swizzled(in_expert, tl.cdiv(count, BLOCK_M), num_n)
         row = tl.cast(first + m * BLOCK_M, tl.int64)
         col = tl.cast(n * BLOCK_N, tl.int64)
@@ -107,9 +114,9 @@ def _weight_gradient(
     num_m, num_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     e = tl.program_id(0) // (num_m * num_n)
     m, n = swizzled(tl.program_id(0) % (num_m * num_n), num_m, num_n)
-    counts = _counts(counts_E, num_experts, BLOCK_E)
+    counts = _counts(counts_E, num_rows, num_experts, BLOCK_E)
     first = tl.sum(tl.where(tl.arange(0, BLOCK_E) < e, counts, 0))
-    last = tl.minimum(first + tl.load(counts_E + e).to(tl.int32), num_rows)
+    last = tl.minimum(first + _clamped(tl.load(counts_E + e), num_rows), num_rows)
     if (not ACCUMULATE) or (first < last):
         row, col = m * BLOCK_M, n * BLOCK_N
         total = transposed_product(
@@ -212,17 +219,26 @@ def _suits_library(*tensors: Tensor) -> bool:
     )
 
 
+def _ends(counts_E: Tensor, num_rows: int) -> Tensor:
+    """`[E]` int32, where the rows of each expert end, clamped as the kernels clamp: a count below 0 is 0, and
+    rows that are not there are no expert's."""
+    return counts_E.clamp(0, num_rows).cumsum(0).clamp_(max=num_rows).to(torch.int32)
+
+
 def _library_product(x: Tensor, weight: Tensor, counts_E: Tensor, transpose_b: bool) -> Tensor:
-    """Its rows begin at multiples of 16 bytes: contiguous are those of whole ones."""
-    offsets_E = counts_E.cumsum(0, dtype=torch.int32)
+    """Its rows begin at multiples of 16 bytes: contiguous are those of whole ones. Rows beyond those of the
+    last expert are undefined."""
     matrices = weight.transpose(1, 2) if transpose_b else weight
-    return torch._grouped_mm(x, matrices, offsets_E).contiguous()
+    return torch._grouped_mm(x, matrices, _ends(counts_E, len(x))).contiguous()
 
 
 def _library_wgrad(left: Tensor, right: Tensor, counts_E: Tensor) -> Tensor:
-    dw = torch._grouped_mm(left.t(), right, counts_E.cumsum(0, dtype=torch.int32))
+    """Rows beyond those of the last expert are left out."""
+    ends_E = _ends(counts_E, len(left))
+    dw = torch._grouped_mm(left.t(), right, ends_E)
     if _writes_garbage_without_tokens(left.device):
-        dw.masked_fill_((counts_E == 0)[:, None, None], 0)
+        has_none_E = ends_E == F.pad(ends_E, (1, 0))[:-1]
+        dw.masked_fill_(has_none_E[:, None, None], 0)
     return dw
 
 

@@ -213,57 +213,114 @@ def accumulate_wgrad(
         dy: `[T, N]`; x: `[T, K]`; tokens_per_expert: `[E]` as above.
         main_grads: `[E, K, N]` (`[E, N, K]` with `transpose_b`), or E such matrices; float32, or the
             dtype of x; no two of them in the same memory. Experts without rows keep theirs.
+
+    Raises:
+        ValueError: as `grouped_gemm`.
     """
     grads = [main_grads] if isinstance(main_grads, Tensor) else list(main_grads)
+    stacked = isinstance(main_grads, Tensor)
+    _check_accumulation(dy, x, grads, stacked, tokens_per_expert, transpose_b)
     _add_wgrad(dy, x, tokens_per_expert, grads, transpose_b)
 
 
 def _check(
     x: Tensor, weights: list[Tensor], stacked: bool, tokens_per_expert: Tensor, transpose_b: bool
 ) -> None:
-    if x.ndim != 2 or not x.is_floating_point():
-        raise ValueError(
-            f"grouped_gemm: x must be floating of shape [T, K], got {x.dtype} {list(x.shape)}"
-        )
-    counts = tokens_per_expert
-    at_hand = counts.device.type == "cpu" or counts.device == x.device
-    if counts.ndim != 1 or counts.dtype != torch.int64 or not at_hand:
-        where = "" if x.device.type == "cpu" else f" or on {x.device}"
-        raise ValueError(
-            f"grouped_gemm: tokens_per_expert must be torch.int64 of shape [E] on the cpu{where}, got "
-            f"{counts.dtype} {list(counts.shape)} on {counts.device}"
-        )
-    num_experts = counts.shape[0]
+    op = "grouped_gemm"
+    _check_rows(op, "x", "K", x)
+    _check_counts(op, tokens_per_expert, x.device)
+    num_experts, inner = tokens_per_expert.shape[0], x.shape[1]
     layout = "N, K" if transpose_b else "K, N"
     want = f"[{num_experts}, {layout}]" if stacked else f"{num_experts} times [{layout}]"
-    shapes = [list(w.shape) for w in weights]
-    of_experts = [s[1:] for s in shapes if s[:1] == [num_experts]] if stacked else shapes
-    inner = x.shape[1]
-    fits = len(of_experts) == (1 if stacked else num_experts) > 0 and all(
+    of_experts = _shapes_of_experts(weights, stacked, num_experts)
+    fits = bool(of_experts) and all(
         len(s) == 2 and s == of_experts[0] and s[1 if transpose_b else 0] == inner
         for s in of_experts
     )
-    if not fits or num_experts == 0:
+    if not fits:
+        shapes = [list(w.shape) for w in weights]
         raise ValueError(
-            f"grouped_gemm: weight must have shape {want} with K {inner}, as x has, and E 1 or more, "
+            f"{op}: weight must have shape {want} with K {inner}, as x has, and E 1 or more, "
             f"got {shapes[0] if stacked else shapes}"
         )
     for w in weights:
         if w.dtype != x.dtype or w.device != x.device:
             raise ValueError(
-                f"grouped_gemm: weight must be {x.dtype} on {x.device} like x, got {w.dtype} on "
-                f"{w.device}"
+                f"{op}: weight must be {x.dtype} on {x.device} like x, got {w.dtype} on {w.device}"
             )
-    _check_counts(counts, x.shape[0])
+    _check_sum(op, tokens_per_expert, x.shape[0])
 
 
-def _check_counts(counts: Tensor, num_rows: int) -> None:
+def _check_accumulation(
+    dy: Tensor,
+    x: Tensor,
+    grads: list[Tensor],
+    stacked: bool,
+    tokens_per_expert: Tensor,
+    transpose_b: bool,
+) -> None:
+    op = "accumulate_wgrad"
+    _check_rows(op, "x", "K", x)
+    _check_rows(op, "dy", "N", dy)
+    if (dy.dtype, dy.device, dy.shape[0]) != (x.dtype, x.device, x.shape[0]):
+        raise ValueError(
+            f"{op}: dy must be {x.dtype} [{x.shape[0]}, N] on {x.device} like x, got {dy.dtype} "
+            f"{list(dy.shape)} on {dy.device}"
+        )
+    _check_counts(op, tokens_per_expert, x.device)
+    num_experts = tokens_per_expert.shape[0]
+    of_expert = [dy.shape[1], x.shape[1]] if transpose_b else [x.shape[1], dy.shape[1]]
+    of_experts = _shapes_of_experts(grads, stacked, num_experts)
+    if not of_experts or any(s != of_expert for s in of_experts):
+        shapes = [list(g.shape) for g in grads]
+        want = [num_experts, *of_expert] if stacked else f"{num_experts} times {of_expert}"
+        raise ValueError(
+            f"{op}: main_grads must have shape {want}, with E 1 or more, got "
+            f"{shapes[0] if stacked else shapes}"
+        )
+    dtypes = dict.fromkeys((torch.float32, x.dtype))
+    for g in grads:
+        if g.dtype not in dtypes or g.dtype != grads[0].dtype or g.device != x.device:
+            allowed = " or ".join(map(str, dtypes))
+            raise ValueError(
+                f"{op}: main_grads must be {allowed}, like each other and on {x.device}, got {g.dtype} "
+                f"on {g.device}"
+            )
+    _check_sum(op, tokens_per_expert, x.shape[0])
+
+
+def _check_rows(op: str, name: str, columns: str, rows: Tensor) -> None:
+    if rows.ndim != 2 or not rows.is_floating_point():
+        raise ValueError(
+            f"{op}: {name} must be floating of shape [T, {columns}], got {rows.dtype} {list(rows.shape)}"
+        )
+
+
+def _check_counts(op: str, counts: Tensor, device: torch.device) -> None:
+    at_hand = counts.device.type == "cpu" or counts.device == device
+    if counts.ndim != 1 or counts.dtype != torch.int64 or not at_hand:
+        where = "" if device.type == "cpu" else f" or on {device}"
+        raise ValueError(
+            f"{op}: tokens_per_expert must be torch.int64 of shape [E] on the cpu{where}, got "
+            f"{counts.dtype} {list(counts.shape)} on {counts.device}"
+        )
+
+
+def _shapes_of_experts(matrices: list[Tensor], stacked: bool, num_experts: int) -> list[list[int]]:
+    """Of each matrix, or of all in one; none where they are not as many as there are experts."""
+    shapes = [list(t.shape) for t in matrices]
+    of_experts = [s[1:] for s in shapes if s[:1] == [num_experts]] if stacked else shapes
+    fits = num_experts > 0 and len(of_experts) == (1 if stacked else num_experts)
+    return of_experts if fits else []
+
+
+def _check_sum(op: str, counts: Tensor, num_rows: int) -> None:
     if torch.compiler.is_compiling() or counts.device.type != "cpu":
         # Not known while tracing, or not without waiting. What reads the rows must keep to them anyway.
         return
     rows = counts.tolist()
     if min(rows) < 0 or sum(rows) != num_rows:
         raise ValueError(
-            f"grouped_gemm: tokens_per_expert must not be negative and sum up to {num_rows}, the rows "
-            f"of x, got {rows}"
+            f"{op}: tokens_per_expert must not be negative and sum up to {num_rows}, the rows of x, "
+            f"got {rows}"
         )

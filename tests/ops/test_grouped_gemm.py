@@ -213,6 +213,9 @@ def counts(*numbers: int) -> Tensor:
     return torch.tensor(numbers)
 
 
+DY, GRADS = torch.ones(4, 5), torch.zeros(2, 3, 5)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -235,3 +238,38 @@ def counts(*numbers: int) -> Tensor:
 def test_rejects(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def accumulate(**changed: object) -> None:
+    call = {"dy": DY, "x": X, "tokens_per_expert": counts(2, 2), "main_grads": GRADS.clone()}
+    accumulate_wgrad(**(call | changed))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"x": X[0]}, r"x must be floating of shape \[T, K\], got torch.float32 \[3\]"),
+        ({"dy": DY.long()}, r"dy must be floating of shape \[T, N\], got torch.int64"),
+        ({"dy": DY[:3]}, r"dy must be torch.float32 \[4, N\] on cpu like x, got .* \[3, 5\]"),
+        ({"dy": DY.half()}, "dy must be torch.float32 .* got torch.float16"),
+        ({"dy": DY.to("meta")}, "dy must be .* on cpu like x, got .* on meta"),
+        ({"tokens_per_expert": counts(2, 2).int()}, r"torch.int64 of shape \[E\] on the cpu"),
+        ({"tokens_per_expert": counts(2, 2).to("meta")}, "on the cpu, got .* on meta"),
+        ({"tokens_per_expert": counts(2, 5)}, r"sum up to 4, .* got \[2, 5\]"),
+        ({"tokens_per_expert": counts(5, -1)}, r"not be negative .* got \[5, -1\]"),
+        ({"tokens_per_expert": counts(1, 1)}, r"sum up to 4, .* got \[1, 1\]"),
+        ({"tokens_per_expert": counts(4)}, r"shape \[1, 3, 5\], .* got \[2, 3, 5\]"),
+        ({"transpose_b": True}, r"shape \[2, 5, 3\], .* got \[2, 3, 5\]"),
+        ({"main_grads": [GRADS[0]]}, r"2 times \[3, 5\], .* got \[\[3, 5\]\]"),
+        ({"main_grads": [GRADS[0], GRADS[1].T]}, r"2 times \[3, 5\], .* \[5, 3\]"),
+        ({"main_grads": GRADS.half()}, "must be torch.float32, like .* got torch.float16"),
+        ({"main_grads": [GRADS[0], GRADS[1].to("meta")]}, "on cpu, got torch.float32 on meta"),
+        (
+            {"dy": DY.half(), "x": X.half(), "main_grads": [GRADS[0].clone(), GRADS[1].half()]},
+            "must be torch.float32 or torch.float16, like each other .* got torch.float16",
+        ),
+    ],
+)
+def test_accumulation_rejects(changed, message):
+    with pytest.raises(ValueError, match=f"accumulate_wgrad: .*{message}"):
+        accumulate(**changed)

@@ -98,6 +98,37 @@ class TestGroupedGemm(OnTriton, on_cpu.TestGroupedGemm):
         dw = kernels.grouped_gemm_wgrad(dy, x, counts, True)
         assert dw.amax((1, 2)).tolist() == [7.0, 0.0, 7.0, 0.0]
 
+    @pytest.mark.parametrize(
+        ("counts", "ends"),
+        [
+            ([3, 6, 2], [3, 4, 4]),
+            ([-1, 3, 1], [0, 3, 4]),
+            ([5, -1, 0], [4, 4, 4]),
+            ([2**40, 2**33, 2**62], [4, 4, 4]),
+            ([1, 2**32 + 1, 2], [1, 4, 4]),
+            ([1, 0, 1], [1, 1, 2]),
+        ],
+    )
+    def test_torchs_product_is_told_of_rows_that_are_there(self, counts, ends, monkeypatch):
+        """Counts on a device may lie: negative ones are 0, and the last expert's rows end with x."""
+        for name in ("_has_library_kernel", "_writes_garbage_without_tokens"):
+            monkeypatch.setattr(kernels, name, lambda device: True)
+        told, product = [], torch._grouped_mm
+
+        def listened(left, right, offsets):
+            assert offsets.dtype == torch.int32
+            told.append(offsets.tolist())
+            assert told[-1] == ends
+            return product(left, right, offsets)
+
+        monkeypatch.setattr(torch, "_grouped_mm", listened)
+        x, weight = torch.ones(4, 16).bfloat16(), torch.ones(3, 16, 8).bfloat16()
+        y = kernels.grouped_gemm(x, [weight], torch.tensor(counts), False)
+        assert (y[: ends[-1]] == 16).all()
+        dw = kernels.grouped_gemm_wgrad(torch.ones(4, 8).bfloat16(), x, torch.tensor(counts), False)
+        assert dw[:, 0, 0].tolist() == torch.tensor([0, *ends]).diff().tolist()
+        assert told == [ends, ends]
+
     def test_nothing_is_launched_for_no_columns(self):
         x, weight, counts = on_cpu.product_inputs([0, 0], 4, 4, torch.bfloat16, transpose_b=True)[0]
         assert kernels_launched(lambda: self.op(x, weight, counts, transpose_b=True)) == []
@@ -177,7 +208,10 @@ class TestMainGradients:
         (lambda x, w, c: torch.ops.accel.grouped_gemm(x, [w], c, True), "with 3 for K"),
         (lambda x, w, c: torch.ops.accel.grouped_gemm(x, [w.half()], c, False), "like each other"),
         (lambda x, w, c: torch.ops.accel.grouped_gemm_wgrad(x[:2], x, c, True), "needs 2 rows"),
-        (lambda x, w, c: accumulate_wgrad(x, x, c, w), "main_grads must be like each other"),
+        (
+            lambda x, w, c: torch.ops.accel.grouped_gemm_add_wgrad_(x, x, c, [w], False),
+            "main_grads must be like each other",
+        ),
     ],
 )
 def test_the_kernels_check_again(call, message):
@@ -187,15 +221,27 @@ def test_the_kernels_check_again(call, message):
 
 
 @pytest.mark.usefixtures("triton_kernels")
-def test_counts_that_lie_stay_within_the_rows():
+@pytest.mark.parametrize("counts", [[3, 6], [3, 2**31 - 1], [3, 2**32], [3, 2**40]])
+def test_counts_that_lie_stay_within_the_rows(counts):
     """On a device nobody looks at them: what they say of rows that are not there is left alone."""
     memory = torch.full((10, 16), 7.0, device=DEVICE)
     x, weight = memory[:4], torch.ones(2, 16, 8, device=DEVICE)
-    counts = torch.tensor([3, 6], device=DEVICE)
+    counts = torch.tensor(counts, device=DEVICE)
     y = torch.ops.accel.grouped_gemm(x, [weight], counts, False)
     assert torch.equal(y, torch.full((4, 8), 7.0 * 16, device=DEVICE))
     dw = torch.ops.accel.grouped_gemm_wgrad(y, x, counts, False)
     assert torch.equal(dw[1], torch.full((16, 8), 7.0 * 7 * 16, device=DEVICE))
+
+
+@pytest.mark.usefixtures("triton_kernels")
+def test_experts_behind_the_last_row_have_none():
+    """Whatever the counts before them sum up to."""
+    x, weight = torch.ones(4, 16, device=DEVICE), torch.ones(4, 16, 8, device=DEVICE)
+    counts = torch.tensor([2**31 - 1, 2, 2**31 - 1, 3], device=DEVICE)
+    y = torch.ops.accel.grouped_gemm(x, [weight], counts, False)
+    assert torch.equal(y, torch.full((4, 8), 16.0, device=DEVICE))
+    dw = torch.ops.accel.grouped_gemm_wgrad(y, x, counts, False)
+    assert dw[:, 0, 0].tolist() == [64.0, 0.0, 0.0, 0.0]
 
 
 def _some(counts: Tensor) -> tuple[Tensor, list[Tensor], Tensor, list[Tensor]]:
