@@ -34,7 +34,7 @@ def row_map(routing_map: Tensor, num_rows: int, capacity: int, align: int) -> Te
         experts = torch.arange(num_experts, device=device)[:, None]
         return (order + experts * num_tokens).reshape(-1)
     # AI cores sort floats and sum and scatter int32; other integers go to the host's kind of cores
-    index = torch.int32 if routed.numel() < 2**31 else torch.int64
+    index = torch.int32 if (num_tokens + align) * num_experts < 2**31 else torch.int64
     places = torch.arange(routed.numel(), dtype=index, device=device)
     rows = places.new_full((num_rows + 1,), -1)
     if routed.numel() and num_rows:

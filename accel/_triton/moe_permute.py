@@ -31,6 +31,8 @@ COUNT_TILE = 4096
 """Elements of that tile, and of the tile of routing_map."""
 MAX_ITEMS = 128
 """Rows of these tiles, where there are few buckets: more programs are worth more than long ones."""
+MOST_ROWS = 2**31 - 1 - NUM_BLOCKS * MAX_ITEMS
+"""They are counted in 32 bits, those behind the last one in a program too."""
 GROUP_BLOCK = 512
 """Entries of a group's list at a time: with top-8 and 8192 tokens, all of them."""
 SUM_BLOCK = 2048
@@ -475,7 +477,7 @@ def _runs(num_items: int, block: int) -> tuple[int, int]:
 
 def _rows_of_tokens(row_map_P: Tensor, num_tokens: int) -> _RowsOfTokens:
     num_rows = row_map_P.shape[0]
-    if max(num_rows, num_tokens) >= 2**31 - NUM_BLOCKS * MAX_ITEMS:
+    if max(num_rows, num_tokens) > MOST_ROWS:
         raise ValueError(f"moe_permute: too many rows or tokens: {num_rows} and {num_tokens}")
     tokens_per_group = ceil_div(num_tokens, NUM_GROUPS)
     num_groups = ceil_div(num_tokens, tokens_per_group)
@@ -613,6 +615,12 @@ def row_map(routing_map: Tensor, num_rows: int, capacity: int, align: int) -> Te
     num_tokens, num_experts = routing_map.shape
     if num_tokens == 0 or num_experts == 0 or num_rows == 0:
         return routing_map.new_full((num_rows,), -1, dtype=torch.int64)
+    room = capacity if capacity >= 0 else align
+    if max(num_rows, (num_tokens + room) * num_experts) > MOST_ROWS:
+        raise ValueError(
+            f"moe_row_map in Triton counts rows to {MOST_ROWS}, got {num_tokens} tokens for {num_experts} "
+            f"experts in {num_rows} rows with capacity {capacity} and align {align}"
+        )
     routing_map = routing_map.contiguous()
     row_map_P = routing_map.new_empty(num_rows, dtype=torch.int64)
     blocks = _counting(num_tokens, num_experts)

@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 _DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_MOST_PADDING = 2**62
+"""Rows that all experts together may be padded with, so that int64 holds where they begin."""
 
 
 def moe_permute_ref(
@@ -229,7 +231,8 @@ def moe_row_map(
             beyond the pairs are padding.
         drop_and_pad: every expert gets `num_out_tokens // E` rows (at most T): its first tokens, then,
             where these are fewer, the first tokens that are not its own.
-        align: without `drop_and_pad`, every expert's rows are padded to a multiple of this.
+        align: without `drop_and_pad`, every expert's rows are padded to a multiple of this; E times it
+            is at most 2^62 (GPUs count rows in 32 bits and take less).
 
     Returns:
         `[P]` int64.
@@ -248,6 +251,11 @@ def moe_row_map(
         )
     routing_map = routing_map.bool()
     num_tokens, num_experts = routing_map.shape
+    most = _MOST_PADDING // max(num_experts, 1)
+    if align > most:
+        raise ValueError(
+            f"moe_row_map: align must be at most {most} for {num_experts} experts, got {align}"
+        )
     capacity = -1
     if drop_and_pad:
         if num_out_tokens is None or num_experts == 0:
@@ -273,14 +281,13 @@ def _row_map_ref(routing_map: Tensor, num_rows: int, capacity: int, align: int) 
         return (order + experts * num_tokens).reshape(-1)
     counts = routed.sum(1)
     starts = ((counts + align - 1) // align * align).cumsum(0)
-    total = int(starts[-1]) if num_experts else 0
     places = routed.reshape(-1).nonzero()[:, 0]
     experts = places.div(max(num_tokens, 1), rounding_mode="floor")
     shift = F.pad(starts - counts.cumsum(0), (1, 0))[:-1]
     rows = torch.arange(len(places), device=places.device) + shift[experts]
-    row_map = places.new_full((max(total, num_rows),), -1)
-    row_map[rows] = places
-    return row_map[:num_rows]
+    row_map = places.new_full((num_rows,), -1)
+    row_map[rows[rows < num_rows]] = places[rows < num_rows]
+    return row_map
 
 
 def moe_permute(

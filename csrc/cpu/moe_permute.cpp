@@ -481,6 +481,11 @@ Tensor moe_row_map_cpu(
   const Tensor routing_map = routing_map_in.contiguous();
   const int64_t num_tokens = routing_map.size(0);
   const int64_t num_experts = routing_map.size(1);
+  // An expert has at most num_tokens + align rows; all routing maps have less than 2^62 elements.
+  constexpr int64_t kMost = int64_t{1} << 62;
+  ACCEL_CHECK_VALUE((capacity >= 0 ? capacity : align) <= kMost / std::max<int64_t>(num_experts, 1),
+                    "moe_row_map counts rows to ", kMost, ", got ", num_experts, " experts with capacity ",
+                    capacity, " and align ", align);
   std::vector<int64_t> next(num_experts + 1, 0);  // first the counts, then where the next row goes
   for_each_routed(routing_map, [&](int64_t, int64_t expert) { ++next[expert + 1]; });
   for (int64_t expert = 0; expert < num_experts; ++expert) {

@@ -48,6 +48,15 @@ def test_row_map_is_that_of_the_reference(rows, align, share):
         assert torch.equal(got, _row_map_ref(routing_map, len(got), capacity, align))
 
 
+@pytest.mark.usefixtures("npu_kernels")
+@pytest.mark.parametrize("align", [2**28, 2**31, 2**58])
+def test_rows_that_32_bits_do_not_count(align):
+    routing_map = torch.ones(2, 16, dtype=torch.bool)
+    assert torch.equal(
+        moe_row_map(routing_map, 5, align=align), _row_map_ref(routing_map, 5, -1, align)
+    )
+
+
 class TestMoePermute(OnNpu, test_moe_permute.TestMoePermute):
     uses = ("npu_moe_token_permute_grad_v2",)
 

@@ -192,6 +192,13 @@ def test_row_map_is_that_of_the_reference(num_tokens, num_experts, share, align,
         assert len(got) == rows
 
 
+def test_the_largest_align_there_is():
+    """Of 16 experts' rows all but the first one's are beyond what was asked for."""
+    routing_map = torch.ones(2, 16).bool()
+    assert moe_row_map(routing_map, 3, align=2**58).tolist() == [0, 1, -1]
+    assert _row_map_ref(routing_map, 3, -1, 2**58).tolist() == [0, 1, -1]
+
+
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_streaming_stores_change_no_bit(dtype):
@@ -245,6 +252,16 @@ X, ROWS = torch.ones(3, 8), torch.tensor([0, 2])
         (lambda: moe_row_map(torch.ones(3)), r"routing_map must have shape \[T, E\], got \[3\]"),
         (lambda: moe_row_map(X.bool(), -1), "num_out_tokens not negative, got 1 and -1"),
         (lambda: moe_row_map(X.bool(), align=0), "align must be 1 or more"),
+        *(
+            (
+                lambda rows=rows, align=align: moe_row_map(
+                    torch.ones(1, 16).bool(), rows, align=align
+                ),
+                rf"align must be at most {2**58} for 16 experts, got {align}",
+            )
+            for rows in (4, None)
+            for align in (2**58 + 1, 2**60, 2**63 - 1, 2**70)
+        ),
         (lambda: moe_row_map(X.bool(), drop_and_pad=True), "drop_and_pad needs num_out_tokens"),
     ],
 )
@@ -265,6 +282,15 @@ def test_rejects(call, message):
         (
             lambda: moe_permute(X, torch.tensor([7]), torch.ones(3, 2)),
             r"\[3, E\] with E at least 3, got \[3, 2\]",
+        ),
+        *(
+            (
+                lambda numbers=numbers: torch.ops.accel.moe_row_map(
+                    torch.ones(1, 16).bool(), 4, *numbers
+                ),
+                rf"16 experts with capacity {numbers[0]} and align {numbers[1]}",
+            )
+            for numbers in ((-1, 2**60), (-1, 2**63 - 1), (2**60, 1))
         ),
         (
             lambda: torch.ops.accel.moe_permute_bwd(X, X, ROWS, 3, 0, torch.float32),

@@ -167,6 +167,8 @@ def test_the_kernels_check_what_they_read():
             r"y must be torch.float32 of shape \[2, 8\]",
         ),
         (lambda: ops.moe_row_map(x, 4, -1, 1), "routing_map must be bool"),
+        (lambda: ops.moe_row_map(x.bool(), 4, -1, 2**28), "with capacity -1 and align 268435456"),
+        (lambda: ops.moe_row_map(x.bool(), 4, 2**28, 1), "with capacity 268435456 and align 1"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
