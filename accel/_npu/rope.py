@@ -6,12 +6,11 @@ cut out and joined again; DeepSeek's layout is a permutation before (back: after
 Sizes that their documentation does not name take plain PyTorch in fp32.
 """
 
-import itertools
-
 import torch
 from torch import Tensor
 
 from accel._npu.kept import host_list, kept
+from accel.ops.rope import packed_rows
 
 __all__ = ["KERNELS", "rope"]
 
@@ -37,8 +36,10 @@ def rope(
     if cu_seqlens is not None:
         row_of_token = kept(
             cu_seqlens,
-            ("rows", cp_size, cp_rank, len(cos), cos.device),
-            lambda: _row_of_token(cu_seqlens, cp_size, cp_rank, len(cos)).to(cos.device),
+            ("rows", cp_size, cp_rank, len(xs[0]), len(cos), cos.device),
+            lambda: packed_rows(host_list(cu_seqlens), cp_size, cp_rank, len(xs[0]), len(cos)).to(
+                cos.device
+            ),
         )
         cos, sin = cos.index_select(0, row_of_token), sin.index_select(0, row_of_token)
     if any(x.shape[0] > len(cos) for x in xs):
@@ -47,21 +48,6 @@ def rope(
         )
     layouts = interleaved_in, interleaved_out
     return [_turned(x, cos, sin, rotary_dim, *layouts, inverse) for x in xs]
-
-
-def _row_of_token(cu_seqlens: Tensor, cp_size: int, cp_rank: int, num_rows: int) -> Tensor:
-    """[T] the row of the tables for each token of this context-parallel rank."""
-    starts = host_list(cu_seqlens)
-    rows = []
-    for start, end in itertools.pairwise(starts):
-        offset = start if starts[-1] == num_rows else 0  # a row for each token, else restart
-        if cp_size == 1:
-            rows.append(torch.arange(offset, offset + end - start))
-            continue
-        chunk = (end - start) // cp_size // 2
-        for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            rows.append(torch.arange(chunk) + offset + index * chunk)
-    return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
 
 
 def _turned(

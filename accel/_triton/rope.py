@@ -20,6 +20,8 @@ TILE = 4096
 """Elements that a program takes at a time: 32 in each thread of 4 warps, where cosines and sines of 8
 pairs serve the heads of two rows."""
 ELEMENTS_PER_WARP = 1024
+MOST_TOKENS = 2**31 - TILE
+"""Numbers of tokens have 32 bits, those behind the last one in a program too."""
 PROGRAMS_PER_PROCESSOR = 4
 """Fewer tokens to a program, down to one, until there are so many: enough loads under way."""
 
@@ -115,7 +117,7 @@ def _rotate(
 ):  # fmt: skip
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     valid_T = token_T < num_tokens
-    # Divided in 32 bits, which cost a fifth of 64; no device holds 2^31 tokens.
+    # Divided in 32 bits, which cost a fifth of 64: `_check` sees to it that they do.
     position_T = (token_T // num_batch).to(tl.int64)
     batch_T = (token_T % num_batch).to(tl.int64)
     token_T = token_T.to(tl.int64)
@@ -162,6 +164,10 @@ def _check(
     if not xs or any(x.ndim != 4 or x.shape[:2] != xs[0].shape[:2] for x in xs):
         raise ValueError(
             f"rope: q and k must be [S, B, heads, head_dim], got {[list(x.shape) for x in xs]}"
+        )
+    if xs[0].shape[0] * xs[0].shape[1] > MOST_TOKENS:
+        raise ValueError(
+            f"rope in Triton takes up to {MOST_TOKENS} tokens, got {xs[0].shape[0]} x {xs[0].shape[1]}"
         )
     if rotary_dim < 0 or rotary_dim % 2 or any(rotary_dim > x.shape[3] for x in xs):
         raise ValueError(

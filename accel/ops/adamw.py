@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from accel.ops._dispatch import log_fallback, missing_kernel
+from accel.ops._placement import check_at_hand
 from accel.ops.remainder import join_remainder, split_remainder
 
 __all__ = ["adamw", "adamw_ref", "unsupported_reason"]
@@ -154,7 +155,8 @@ def adamw(
         params: weights, any shapes and any number of them; updated.
         grads: one for each parameter, of its shape; all of one dtype.
         exp_avgs, exp_avg_sqs: the moments, like params; updated.
-        steps: one number for each parameter, how many steps were done; 1 is added first.
+        steps: one number for each parameter, how many steps were done, on the CPU or beside it; 1 is
+            added first.
         copies: the weights in the dtype that the model computes in, one for each parameter or none;
             overwritten.
         remainders: what bfloat16 params lack of fp32, int16, one for each parameter or none; updated.
@@ -165,7 +167,8 @@ def adamw(
         decoupled: decay the weight itself (AdamW) instead of adding to the gradient (Adam).
         bias_correction: divide the moments by `1 - beta^t`.
         grad_scale: one number that the gradients are multiplied by first: a clip coefficient, the
-            inverse of a loss scale, or their product. The gradients themselves are left as they are.
+            inverse of a loss scale, or their product; on the CPU or beside params. The gradients
+            themselves are left as they are.
 
     Raises:
         ValueError: lists of different lengths or shapes, tensors on several devices, what is no
@@ -185,6 +188,8 @@ def adamw(
         raise ValueError(f"adamw: grad_scale must be one number, got {list(grad_scale.shape)}")
     if not params:
         return
+    if grad_scale is not None:
+        check_at_hand("adamw", "grad_scale", grad_scale, params[0].device, "params")
     tensors = (params, grads, exp_avgs, exp_avg_sqs, steps, copies, remainders)
     if reason := unsupported_reason(*tensors):
         log_fallback("adamw", reason)
@@ -227,6 +232,7 @@ def _check(
             )
         if step.numel() != 1:
             raise ValueError(f"adamw: steps[{i}] must be one number, got {list(step.shape)}")
+        check_at_hand("adamw", f"steps[{i}]", step, p.device, f"params[{i}]")
 
 
 def _check_remainders(

@@ -28,8 +28,8 @@ Saved       q, k, v, out and lse (4 B H Q bytes).
 FLOPs       forward 4 B H Q K D, backward 10 B H Q K D; half of each if causal.
 Order       dk and dv are summed in one order: the number of threads changes no bit.
 CUDA        The fastest library that takes the call, or accel's Triton kernel: `_attention_backends`. The
-            values of cu_seqlens are not checked there, which would wait for the device. Only under
-            `torch.use_deterministic_algorithms` do all of them sum in one order.
+            values of cu_seqlens are not checked there, which would wait for the device, as the reference
+            does. Only under `torch.use_deterministic_algorithms` do all of them sum in one order.
 Limits      `unsupported_reason`. No additive or arbitrary mask, no attention sink. lse has no
             gradient, and a second derivative raises.
 """
@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from accel.ops._dispatch import log_fallback, missing_kernel
+from accel.ops._placement import check_at_hand
 
 __all__ = [
     "SEED_AND_PLACES",
@@ -124,7 +125,8 @@ def attention_ref(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         batch = [(q[:, b], k[:, b], v[:, b]) for b in range(q.shape[1])]
     else:
-        cu_q, cu_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        cu_q = _offsets("cu_seqlens_q", cu_seqlens_q, len(q))
+        cu_k = _offsets("cu_seqlens_k", cu_seqlens_k, len(k))
         batch = [
             (q[cu_q[i] : cu_q[i + 1]], k[cu_k[i] : cu_k[i + 1]], v[cu_k[i] : cu_k[i + 1]])
             for i in range(len(cu_q) - 1)
@@ -133,7 +135,7 @@ def attention_ref(
     for i, (q_i, k_i, v_i) in enumerate(batch):
         keep = None
         if dropout and seed is not None:
-            keep = dropout_mask_ref(seed, dropout, i, q.shape[-2], len(q_i), len(k_i))
+            keep = dropout_mask_ref(seed.to(q.device), dropout, i, q.shape[-2], len(q_i), len(k_i))
         out, lse = _one_sequence(q_i, k_i, v_i, scale, left, right, keep)
         outs.append(out)
         lses.append(lse)
@@ -145,6 +147,18 @@ def attention_ref(
     outs.append(q.new_zeros(rest, q.shape[1], v.shape[-1]))
     lses.append(_empty_lse(q)[:, :rest].fill_(-torch.inf))
     return torch.cat(outs), torch.cat(lses, 1)
+
+
+def _offsets(name: str, starts: Tensor, num_tokens: int) -> list[int]:
+    """Where sequences of so many tokens start. While tracing nobody knows what the numbers are."""
+    offsets: list[int] = starts.tolist()
+    if torch.compiler.is_compiling():
+        return offsets
+    if offsets[:1] != [0] or offsets != sorted(offsets) or offsets[-1] > num_tokens:
+        raise ValueError(
+            f"attention: {name} must rise from 0 to at most {num_tokens}, got {offsets}"
+        )
+    return offsets
 
 
 def _empty_lse(q: Tensor) -> Tensor:
@@ -271,18 +285,21 @@ def attention(
         window: how many keys before and after its own a query sees, -1 for all; `causal` sets the
             second to 0.
         cu_seqlens_q, cu_seqlens_k: `[sequences + 1]` int32 or int64, where each sequence of a pack
-            starts, from 0, and where the last one ends. Tokens after it get 0.
+            starts, from 0, and where the last one ends, on the CPU or the device of q. Tokens after it
+            get 0.
         dropout: the probability, 0 <= dropout < 1, that a key is dropped from a query.
-        seed: one int64, what decides which; needed with dropout. Or `[SEED_AND_PLACES]` int64, or
-            `[sequences, SEED_AND_PLACES]`: then come the places of the first sequence, head, query (a
-            multiple of 64) and key in a larger attention, of which this is a part and drops the same.
+        seed: one int64 on the CPU or the device of q, what decides which; needed with dropout. Or
+            `[SEED_AND_PLACES]` int64, or `[sequences, SEED_AND_PLACES]`: then come the places of the first
+            sequence, head, query (a multiple of 64) and key in a larger attention, of which this is a part
+            and drops the same.
 
     Returns:
         out: `[Q, B, H, E]` (`[T, H, E]`), dtype of q, contiguous.
         lse: `[B, H, Q]` (`[H, T]`) fp32, the logarithm of the sum of exponentials; no gradient.
 
     Raises:
-        ValueError: inputs of the wrong rank, dtype, device, or shapes that do not fit together.
+        ValueError: inputs of the wrong rank, dtype, device, or shapes that do not fit together; on the
+            CPU and from the reference, sequences of a pack that fall or end behind its tokens.
 
     Where `unsupported_reason` has something to say, that is logged once and `attention_ref`
     computes instead.
@@ -321,9 +338,6 @@ def _check(
     if (cu_seqlens_q is None) != (cu_seqlens_k is None):
         raise ValueError("attention: cu_seqlens_q and cu_seqlens_k go together, got one of them")
     packed = cu_seqlens_q is not None
-    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if starts is not None and starts.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"attention: {name} must be int32 or int64, got {starts.dtype}")
     layout = "[T, heads, D] with cu_seqlens" if packed else "[S, B, heads, D]"
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.ndim != (3 if packed else 4):
@@ -343,6 +357,8 @@ def _check(
         )
     if q.shape[-1] == 0:
         raise ValueError("attention: q has rows of width 0")
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        _check_starts(cu_seqlens_q, cu_seqlens_k, q.device)
     if window is not None and min(window) < NO_LIMIT:
         raise ValueError(f"attention: window must be (left, right), each >= -1, got {window}")
     if not 0 <= dropout < 1:
@@ -354,6 +370,24 @@ def _check(
     ):
         raise ValueError(
             f"attention: dropout needs a seed, one int64 or {SEED_AND_PLACES}, got {seed}"
+        )
+    if dropout and seed is not None:
+        check_at_hand("attention", "seed", seed, q.device, "q")
+
+
+def _check_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, device: torch.device) -> None:
+    for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if starts.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"attention: {name} must be int32 or int64, got {starts.dtype}")
+        if starts.ndim != 1 or not starts.numel():
+            raise ValueError(
+                f"attention: {name} must have shape [sequences + 1], got {list(starts.shape)}"
+            )
+        check_at_hand("attention", name, starts, device, "q")
+    counts = cu_seqlens_q.numel(), cu_seqlens_k.numel()
+    if counts[0] != counts[1]:
+        raise ValueError(
+            f"attention: cu_seqlens_q and cu_seqlens_k must be as long, got {counts[0]} and {counts[1]}"
         )
 
 
@@ -431,7 +465,8 @@ def attention_gradients_ref(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         places: list[tuple[Any, Any]] = [((slice(None), b),) * 2 for b in range(q.shape[1])]
     else:
-        cu_q, cu_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+        cu_q = _offsets("cu_seqlens_q", cu_seqlens_q, len(q))
+        cu_k = _offsets("cu_seqlens_k", cu_seqlens_k, len(k))
         places = [
             (slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])) for i in range(len(cu_q) - 1)
         ]
@@ -440,7 +475,9 @@ def attention_gradients_ref(
         num_queries, num_keys = q[at_q].shape[0], k[at_k].shape[0]
         keep = None
         if dropout and seed is not None:
-            keep = dropout_mask_ref(seed, dropout, i, q.shape[-2], num_queries, num_keys)
+            keep = dropout_mask_ref(
+                seed.to(q.device), dropout, i, q.shape[-2], num_queries, num_keys
+            )
         grads = _gradients_of_one_sequence(
             *(dout[at_q], q[at_q], k[at_k], v[at_k], out[at_q]),
             lse[:, at_q] if packed else lse[i],

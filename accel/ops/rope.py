@@ -22,9 +22,9 @@ Tables      cos and sin are computed once per freqs tensor (storage, view and ve
             Not within `torch.compile`, not while a CUDA graph is captured, and not for inference
             tensors, which have no version. The host does not wait for a GPU to learn whether
             a1 = a2: until it has heard, it takes the whole width, which gives the same bits.
-Lengths     On the CPU, `cu_seqlens` that do not fit are an error. A GPU's are read by the kernel
-            alone, since the host would have to wait for them: there, a token in no sequence or with
-            a position beyond `freqs`, and all of a sequence that does not split into its
+Lengths     On the CPU, and to the reference, `cu_seqlens` that do not fit are an error. A GPU's are read
+            by the kernel alone, since the host would have to wait for them: there, a token in no sequence
+            or with a position beyond `freqs`, and all of a sequence that does not split into its
             context-parallel chunks, come out as NaN.
 Limits      `unsupported_reason`.
 """
@@ -37,8 +37,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from accel.ops._dispatch import log_fallback, missing_kernel
+from accel.ops._placement import check_at_hand
 
-__all__ = ["Layout", "rope", "rope_ref", "tables_of", "unsupported_reason"]
+__all__ = ["Layout", "packed_rows", "rope", "rope_ref", "tables_of", "unsupported_reason"]
 
 Layout = Literal["half", "interleaved", "interleaved_to_half"]
 
@@ -58,7 +59,8 @@ def rope_ref(
 ) -> tuple[Tensor, Tensor | None]:
     """The definition of correct: Megatron's own chain of operations. Same contract as `rope`."""
     if cu_seqlens is not None:
-        freqs = freqs[_packed_rows(cu_seqlens, cp_size, cp_rank, len(freqs)).to(freqs.device)]
+        rows = packed_rows(cu_seqlens.tolist(), cp_size, cp_rank, len(q), len(freqs))
+        freqs = freqs[rows.to(freqs.device)]
 
     def rotated(x: Tensor) -> Tensor:
         angles = freqs[: x.shape[0]] if x.ndim == 4 else freqs[:, 0]
@@ -77,9 +79,16 @@ def rope_ref(
     return rotated(q), None if k is None else rotated(k)
 
 
-def _packed_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int, num_rows: int) -> Tensor:
-    """[T] the row of freqs for each token of this context-parallel rank."""
-    starts = cu_seqlens.tolist()
+def packed_rows(
+    starts: list[int], cp_size: int, cp_rank: int, num_tokens: int, num_rows: int
+) -> Tensor:
+    """`[T]` the row of freqs for each token of this context-parallel rank.
+
+    Raises:
+        ValueError: sequences that do not fit, unless they are traced.
+    """
+    if not torch.compiler.is_compiling():
+        _check_starts(starts, cp_size, num_tokens)
     rows = []
     for start, end in itertools.pairwise(starts):
         offset = start if starts[-1] == num_rows else 0  # a row for each token, else restart
@@ -89,7 +98,26 @@ def _packed_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int, num_rows: int) 
         chunk = (end - start) // cp_size // 2
         for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
             rows.append(torch.arange(chunk) + offset + index * chunk)
-    return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+    row_of_token = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64)
+    if not torch.compiler.is_compiling():
+        beyond = row_of_token[(row_of_token < 0) | (row_of_token >= num_rows)]
+        if len(beyond):
+            raise ValueError(f"rope: position {beyond[0]} is beyond the {num_rows} rows of freqs")
+    return row_of_token
+
+
+def _check_starts(starts: list[int], cp_size: int, num_tokens: int) -> None:
+    for i, (start, end) in enumerate(itertools.pairwise(starts)):
+        if end < start or (cp_size > 1 and (end - start) % (2 * cp_size)):
+            raise ValueError(
+                f"rope: cu_seqlens must not fall, and over {cp_size} context-parallel ranks each length "
+                f"must split in 2 chunks for each; sequence {i} is [{start}, {end})"
+            )
+    held = (starts[-1] - starts[0]) // cp_size
+    if held != num_tokens:
+        raise ValueError(
+            f"rope: cu_seqlens hold {held} tokens of this context-parallel rank, q has {num_tokens}"
+        )
 
 
 def unsupported_reason(q: Tensor, freqs: Tensor, k: Tensor | None = None) -> str | None:
@@ -296,8 +324,8 @@ def rope(
         k: like q, with its own number of heads and width; None for q alone.
         layout: where the members of a pair lie, see above.
         mscale: factor on cos and sin (YaRN's concentration).
-        cu_seqlens: `[sequences + 1]` int32 or int64, where each packed sequence starts in the whole
-            batch; given exactly if q is `[T, heads, D]`.
+        cu_seqlens: `[sequences + 1]` int32 or int64 on the CPU or the device of q, where each packed
+            sequence starts in the whole batch; given exactly if q is `[T, heads, D]`.
         cp_size, cp_rank: of packed sequences, q holds chunks `cp_rank` and `2 cp_size - 1 - cp_rank`
             of the `2 cp_size` that each sequence is cut into.
 
@@ -412,7 +440,9 @@ def _check_freqs(q: Tensor, freqs: Tensor, cu_seqlens: Tensor | None) -> None:
         raise ValueError(
             f"rope: freqs must have a row for each of {q.shape[0]} positions, got {freqs.shape[0]}"
         )
-    if cu_seqlens is not None and (
+    if cu_seqlens is None:
+        return
+    if (
         cu_seqlens.ndim != 1
         or cu_seqlens.dtype not in (torch.int32, torch.int64)
         or not cu_seqlens.numel()
@@ -421,3 +451,4 @@ def _check_freqs(q: Tensor, freqs: Tensor, cu_seqlens: Tensor | None) -> None:
             f"rope: cu_seqlens must be int32 or int64 [sequences + 1], got {cu_seqlens.dtype} "
             f"{list(cu_seqlens.shape)}"
         )
+    check_at_hand("rope", "cu_seqlens", cu_seqlens, q.device, "q")

@@ -193,23 +193,39 @@ namespace {
 
 using at::Tensor;
 
+// What the values must be, so that `num_tokens` rows are all that is stored, however large they are. Their
+// differences are exact as unsigned numbers.
+template <typename T>
+void check_sequences(const Tensor& cu_seqlens, int64_t cp_size, int64_t num_tokens) {
+  const T* start = cu_seqlens.const_data_ptr<T>();
+  const int64_t last = cu_seqlens.numel() - 1;
+  const auto between = [&](int64_t i, int64_t j) {
+    return static_cast<uint64_t>(start[j]) - static_cast<uint64_t>(start[i]);
+  };
+  for (int64_t i = 0; i < last; ++i) {
+    const bool splits = cp_size == 1 || between(i, i + 1) % (2 * static_cast<uint64_t>(cp_size)) == 0;
+    ACCEL_CHECK_VALUE(start[i] <= start[i + 1] && splits, "rope: cu_seqlens must not fall, and over ",
+                      cp_size, " context-parallel ranks each length must split in 2 chunks for each; "
+                      "sequence ", i, " is [", start[i], ", ", start[i + 1], ")");
+  }
+  const uint64_t held = between(0, last) / static_cast<uint64_t>(cp_size);
+  ACCEL_CHECK_VALUE(held == static_cast<uint64_t>(num_tokens), "rope: cu_seqlens hold ", held,
+                    " tokens of this context-parallel rank, q has ", num_tokens);
+}
+
 template <typename T>
 void add_sequences(
-    const Tensor& cu_seqlens, int64_t cp_size, int64_t cp_rank, bool packed,
+    const Tensor& cu_seqlens, uint64_t cp_size, uint64_t cp_rank, bool packed,
     std::vector<int64_t>& rows) {
   const T* start = cu_seqlens.const_data_ptr<T>();
   for (int64_t i = 0; i + 1 < cu_seqlens.numel(); ++i) {
-    const int64_t whole = start[i + 1] - start[i], length = whole / cp_size;
-    ACCEL_CHECK_VALUE(whole >= 0 && (cp_size == 1 || whole % (2 * cp_size) == 0),
-                      "rope: cu_seqlens must not fall, and over ", cp_size, " context-parallel ranks "
-                      "each length must split in 2 chunks for each; sequence ", i, " is [", start[i],
-                      ", ", start[i + 1], ")");
-    const int64_t offset = packed ? start[i] : 0;
+    const uint64_t origin = static_cast<uint64_t>(start[i]), offset = packed ? origin : 0;
+    const uint64_t whole = static_cast<uint64_t>(start[i + 1]) - origin, length = whole / cp_size;
     // Rank r has chunks r and 2 cp_size - 1 - r of 2 cp_size.
-    const int64_t head = cp_size == 1 ? length : length / 2;
-    for (int64_t j = 0; j < head; ++j) rows.push_back(offset + cp_rank * head + j);
-    const int64_t tail_at = offset + cp_size * length - (cp_rank + 1) * head;
-    for (int64_t j = 0; j < length - head; ++j) rows.push_back(tail_at + j);
+    const uint64_t head = cp_size == 1 ? length : length / 2;
+    for (uint64_t j = 0; j < head; ++j) rows.push_back(static_cast<int64_t>(offset + cp_rank * head + j));
+    const uint64_t tail_at = offset + whole - (cp_rank + 1) * head;
+    for (uint64_t j = 0; j < length - head; ++j) rows.push_back(static_cast<int64_t>(tail_at + j));
   }
 }
 
@@ -225,15 +241,14 @@ std::vector<int64_t> packed_rows(
                     cu_seqlens.scalar_type(), cu_seqlens.sizes());
   ACCEL_CHECK_VALUE(cp_size >= 1 && 0 <= cp_rank && cp_rank < cp_size,
                     "rope: cp_rank must be in [0, cp_size), got ", cp_rank, " of ", cp_size);
+  const bool is_int = cu_seqlens.scalar_type() == at::kInt;
+  (is_int ? check_sequences<int> : check_sequences<int64_t>)(cu_seqlens, cp_size, num_tokens);
   std::vector<int64_t> rows;
   rows.reserve(num_tokens);
-  const bool is_int = cu_seqlens.scalar_type() == at::kInt;
   const int64_t total = is_int ? cu_seqlens.const_data_ptr<int>()[cu_seqlens.numel() - 1]
                                : cu_seqlens.const_data_ptr<int64_t>()[cu_seqlens.numel() - 1];
   (is_int ? add_sequences<int> : add_sequences<int64_t>)(
       cu_seqlens, cp_size, cp_rank, total == num_rows, rows);
-  ACCEL_CHECK_VALUE(static_cast<int64_t>(rows.size()) == num_tokens, "rope: cu_seqlens hold ",
-                    rows.size(), " tokens of this context-parallel rank, q has ", num_tokens);
   for (const int64_t row : rows) {
     ACCEL_CHECK_VALUE(0 <= row && row < num_rows, "rope: position ", row, " is beyond the ", num_rows,
                       " rows of freqs");

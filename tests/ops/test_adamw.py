@@ -255,6 +255,19 @@ BAD = {
         "copies": [torch.ones(4, device="meta")]
     },
     "grad_scale must be one number, got [2]": {"grad_scale": torch.ones(2)},
+    "grad_scale must be on the cpu like params, got meta": {
+        "grad_scale": torch.ones((), device="meta")
+    },
+    "steps[0] must be on the cpu like params[0], got meta": {
+        "steps": [torch.ones((), device="meta")]
+    },
+    "grads[0] must be floating, of shape [4] and on cpu": {"grads": [torch.ones(4, device="meta")]},
+    "exp_avgs[0] must be floating, of shape [4] and on cpu": {
+        "exp_avgs": [torch.ones(4, device="meta")]
+    },
+    "exp_avg_sqs[0] must be floating, of shape [4] and on cpu": {
+        "exp_avg_sqs": [torch.ones(4, device="meta")]
+    },
     "call it under torch.no_grad()": {"params": [torch.ones(4, requires_grad=True)]},
 }
 

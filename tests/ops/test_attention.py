@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accel.ops import attention, attention_ref
 from accel.ops._dispatch import _log_fallback_once
-from accel.ops.attention import dropout_mask_ref, unsupported_reason
+from accel.ops.attention import attention_gradients, dropout_mask_ref, unsupported_reason
 from tests.ops.contract import Inputs, OpContract, change_layout, needs_native, run
 
 SEED = torch.tensor(-(2**62) - 12345)
@@ -359,6 +359,11 @@ CU = torch.tensor([0, 3])
         (changed(), {"dropout": 0.1}, "dropout needs a seed, one int64 or 5, got None"),
         (changed(), {"cu_seqlens_q": CU}, "go together, got one"),
         (changed(), {"cu_seqlens_q": CU, "cu_seqlens_k": CU}, r"\[T, heads, D\] with cu_seqlens"),
+        (
+            changed(),
+            {"dropout": 0.1, "seed": SEED.to("meta")},
+            "seed must be on the cpu .* got meta",
+        ),
     ],
 )
 def test_rejects(tensors, options, message):
@@ -367,22 +372,41 @@ def test_rejects(tensors, options, message):
 
 
 @needs_native
+@pytest.mark.parametrize("change", [{}, {"dtype": torch.float64}, {"softmax_scale": -1.0}], ids=str)
 @pytest.mark.parametrize(
     ("cu_q", "cu_k", "message"),
     [
         ([0, 7], [0, 8], "cu_seqlens_q must rise from 0 to at most 6"),
+        ([0, 6], [0, 9], "cu_seqlens_k must rise from 0 to at most 8"),
         ([0, 4, 3], [0, 4, 8], "cu_seqlens_q must rise"),
         ([1, 6], [0, 8], "cu_seqlens_q must rise from 0"),
         ([0, 6], [0, -1], "cu_seqlens_k must rise"),
         ([0, 6], [0, 4, 8], "as long, got 2 and 3"),
         ([], [], r"must have shape \[sequences \+ 1\]"),
+        ([[0, 6]], [[0, 8]], r"cu_seqlens_q must have shape \[sequences \+ 1\], got \[1, 2\]"),
+        ([0, 6], [[0], [8]], r"cu_seqlens_k must have shape \[sequences \+ 1\], got \[2, 1\]"),
     ],
 )
-def test_rejects_a_pack_outside_its_tensors(cu_q, cu_k, message):
-    q, k, v = (t[:, 0] for t in qkv(6, 8))
-    cu_seqlens = [torch.tensor(cu, dtype=torch.int64) for cu in (cu_q, cu_k)]
+def test_rejects_a_pack_outside_its_tensors(cu_q, cu_k, message, change):
+    """By the kernel and by the reference, forward and, of what is given for it, backward."""
+    options = dict(change)
+    q, k, v = (t[:, 0] for t in qkv(6, 8, dtype=options.pop("dtype", torch.float32)))
+    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        options[name] = torch.tensor(cu, dtype=torch.int64)
     with pytest.raises(ValueError, match=message):
-        attention(q, k, v, cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1])
+        attention(q, k, v, **options)
+    lse = torch.zeros(4, 6, dtype=torch.promote_types(q.dtype, torch.float32))
+    with pytest.raises(ValueError, match=message):
+        attention_gradients(q, q, k, v, q, lse, **options)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_rejects_a_pack_told_elsewhere(name):
+    q, k, v = (t[:, 0] for t in qkv(6, 8))
+    options = {"cu_seqlens_q": torch.tensor([0, 6]), "cu_seqlens_k": torch.tensor([0, 8])}
+    options[name] = options[name].to("meta")
+    with pytest.raises(ValueError, match=f"{name} must be on the cpu like q, got meta"):
+        attention(q, k, v, **options)
 
 
 @needs_native

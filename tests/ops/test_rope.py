@@ -254,6 +254,10 @@ class TestTables:
         ({"cp_size": 2}, "cp_size 2 needs cu_seqlens"),
         ({"cp_rank": 1}, r"cp_rank must be in \[0, cp_size = 1\), got 1"),
         ({"cu_seqlens": torch.tensor([0, 4])}, r"\[T, heads, D\] \(cu_seqlens are given\)"),
+        (
+            {"q": draw(4, 3, 8), "cu_seqlens": torch.tensor([0, 4], device="meta")},
+            "cu_seqlens must be on the cpu like q, got meta",
+        ),
     ],
 )
 def test_rejects(change, message):
@@ -263,6 +267,7 @@ def test_rejects(change, message):
 
 
 @needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernel", "reference"])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -272,10 +277,22 @@ def test_rejects(change, message):
         ({"freqs": angles(3, 8)}, "position 3 is beyond the 3 rows"),
         ({"cu_seqlens": torch.tensor([0, 6, 8]), "cp_size": 2}, r"must split .* \[0, 6\)"),
         ({"cu_seqlens": torch.tensor([0, 9]), "cp_size": 2}, r"must split .* \[0, 9\)"),
+        ({"cu_seqlens": torch.tensor([-1, 5])}, "hold 6 tokens .* q has 4"),
+        ({"cu_seqlens": torch.tensor([-2, 2]), "freqs": angles(2, 8)}, "position -2 is beyond"),
+        # what no memory has room for must be refused before anything is stored
+        *(
+            ({"cu_seqlens": torch.tensor(starts)}, message)
+            for starts, message in (
+                ([0, 10**15], "hold 1000000000000000 tokens .* q has 4"),
+                ([0, 10**15, 4], r"must not fall.* sequence 1 is \[1000000000000000, 4\)"),
+                ([-(2**63), 2**63 - 1], f"hold {2**64 - 1} tokens"),
+            )
+        ),
     ],
 )
-def test_rejects_packed(change, message):
-    call = {"q": draw(4, 3, 8), "freqs": angles(6, 8), "cu_seqlens": torch.tensor([0, 4])} | change
+def test_rejects_packed(change, message, dtype):
+    q = draw(4, 3, 8, dtype=dtype)
+    call = {"q": q, "freqs": angles(6, 8), "cu_seqlens": torch.tensor([0, 4])} | change
     with pytest.raises(ValueError, match=message):
         rope(**call)
 

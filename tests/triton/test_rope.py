@@ -177,6 +177,13 @@ def test_the_kernel_reads_past_no_table():
         OP([x], cos, sin, torch.tensor([0.0, 4.0]), 1, 0, 8, False, False, False)
 
 
+def test_more_tokens_than_32_bits_count():
+    x = torch.empty(2**16, 2**15, 1, 8, device="meta")
+    table = torch.empty(2**16, 1, 4, device="meta")
+    with pytest.raises(ValueError, match=r"takes up to 2147479552 tokens, got 65536 x 32768"):
+        kernels.forward([x], table, table, None, 1, 0, 8, False, False, False)
+
+
 @pytest.mark.usefixtures("triton_kernels")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_bits_before_it_is_known_that_pairs_have_one_angle(layout, monkeypatch):
