@@ -428,7 +428,10 @@ def linear_cross_entropy(
         target, group, label_smoothing, ignore_index, check_target: see `cross_entropy`.
         tokens_per_chunk: how many columns of the logits exist at a time; None: `PIECES` says.
         grad_buffer: `[V, H]` in `torch.float32`, contiguous. The backward adds dW to it and hands
-            none to autograd (what Megatron calls main_grad). Memory is then bounded in T too.
+            none to autograd (what Megatron calls main_grad). Memory is then bounded in T too. Its
+            sums are fp32. bfloat16 products are added as they are where `gemm_accumulate` has a kernel;
+            float16 ones, and bfloat16 ones on a CPU without AVX-512, are rounded to 16 bits, piece by
+            piece, before they are added.
 
     Returns:
         `[...]`, `torch.float32` (`torch.float64` for float64 inputs). With a group, the gradient

@@ -1,9 +1,13 @@
 """Projection and cross entropy in one: `OpContract`, pieces of any size, and what is never held."""
 
+import sys
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from accel.ops import linear_cross_entropy, linear_cross_entropy_ref
+from accel.ops.gemm_accumulate import unsupported_reason as unsupported_sum
 from accel.testing.tolerance import assert_close_to_baseline
 from tests.ops.contract import Inputs, OpContract, needs_native, run
 from tests.ops.test_cross_entropy import FLOATS
@@ -110,8 +114,47 @@ def test_adds_to_the_grad_buffer_and_hands_on_no_gradient(function, dtype, rows,
     exact = gradients(linear_cross_entropy_ref, hidden.double(), weight.double(), dloss.double())
     magnitude = float(hidden.abs().double().sum(0).max())
     assert_close_to_baseline(dhidden, base[0], exact[0], roundings=8)
-    added = (buffer.double() - start.double()).to(dtype)
-    assert_close_to_baseline(added, base[1], exact[1], magnitude=magnitude)
+    added = (buffer.double() - start.double()).float()
+    assert_close_to_baseline(added, base[1].float(), exact[1], magnitude=magnitude)
+
+
+def check_sums_in_fp32(dtype: torch.dtype, rows: int, scale: float, device: str = "cpu") -> None:
+    """Where all of 64 tokens are as likely, the gradients of the logits are 1/64 and -63/64, which every
+    dtype holds: the terms of dW are known, and what is left are the roundings of their sum.
+
+    A sum of n terms in fp32 has up to n of them, of 2^-24 of the terms' sizes; 8 more are for the 1/64. Where
+    products are rounded to 16 bits first, there is one of these for each piece of rows.
+    """
+    generator = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(rows, 24, generator=generator).to(dtype)
+    target = torch.randint(0, 64, (rows,), generator=generator)
+    start = scale * torch.randn(64, 24, generator=generator)
+    buffer = start.to(device, copy=True)
+    leaves = [hidden.to(device, copy=True), torch.zeros(64, 24, dtype=dtype, device=device)]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    loss = linear_cross_entropy(*leaves, target.to(device), tokens_per_chunk=16, grad_buffer=buffer)
+    loss.sum().backward()
+
+    dlogits = 1 / 64 - F.one_hot(target, 64).double()
+    rows_of_piece = sys.modules["accel.ops.linear_cross_entropy"]._piece(buffer.device).rows
+    pieces = zip(dlogits.split(rows_of_piece), hidden.double().split(rows_of_piece), strict=True)
+    products = torch.stack([a.t() @ b for a, b in pieces])
+    sizes = start.double().abs() + dlogits.abs().t() @ hidden.double().abs()
+    bound = (rows + 8) * 2**-24 * sizes
+    if dtype != torch.float32 and unsupported_sum(buffer, leaves[0], leaves[0]):
+        bound += torch.finfo(dtype).eps / 2 * products.abs().sum(0)
+    error = (buffer.cpu().double() - start.double() - products.sum(0)).abs()
+    assert (error <= bound).all(), f"{float((error / bound).max()):.1f} times what fp32 allows"
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("rows", [700, 1025])
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+def test_the_grad_buffer_is_summed_in_fp32(dtype, rows, scale):
+    """Beside as much as a product, and beside so much more that 16 bits would hold little of it."""
+    check_sums_in_fp32(dtype, rows, scale)
 
 
 @needs_native

@@ -80,9 +80,14 @@ class TestPieces:
         base = gradients(linear_cross_entropy_ref, tensors, dloss)
         exact = gradients(linear_cross_entropy_ref, exact_tensors, dloss.double())
         assert_close_to_baseline(dhidden.cpu(), base[0], exact[0], roundings=8)
-        added = (buffer.cpu().double() - start.double()).to(dtype)
+        added = (buffer.cpu().double() - start.double()).float()
         magnitude = float(tensors[0].abs().double().sum(0).max())
-        assert_close_to_baseline(added, base[1], exact[1], magnitude=magnitude)
+        assert_close_to_baseline(added, base[1].float(), exact[1], magnitude=magnitude)
+
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    @pytest.mark.parametrize("scale", [1.0, 1000.0])
+    def test_the_grad_buffer_is_summed_in_fp32(self, dtype, scale):
+        test_linear_cross_entropy.check_sums_in_fp32(dtype, 9, scale, DEVICE)
 
     def test_targets_that_are_not_checked(self):
         hidden, weight, _ = problem((4,), 8, 19, torch.float32)
