@@ -1,5 +1,5 @@
 """Writes docs/features/*.md, docs/benchmarks.md and the pages about schedules, overlap, context
-parallelism and GPUs from what they are about.
+parallelism, experts and GPUs from what they are about.
 
     python docs/generate.py [--check]
 
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import attention_map
+import experts
 import gpu
 import overlap
 import schedules
@@ -34,7 +35,8 @@ def pages() -> dict[Path, str]:
     made = {DOCS / "features" / f"{feature.name}.md": feature_page(feature) for feature in FEATURES}
     made[DOCS / "features" / "README.md"] = overview()
     made[DOCS / "benchmarks.md"] = benchmarks_page()
-    made |= overlap.pages(DOCS, GENERATED) | attention_map.pages(DOCS, GENERATED)
+    for module in (overlap, attention_map, experts):
+        made |= module.pages(DOCS, GENERATED)
     made |= gpu.pages(DOCS, GENERATED, table)
     return made | schedules.pages(DOCS, GENERATED, table)
 
