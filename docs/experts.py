@@ -49,8 +49,8 @@ had been known before.
 
 ## A heat map
 
-What `--accel-moe-load-report` draws, of the toy of `examples/pretrain_moe.py` on two ranks, over the first ten
-iterations of `--mock-data`: layers by experts, rows of each over the mean of its layer.
+What `--accel-moe-load-report` draws, of the toy of `examples/pretrain_moe.py` on two ranks, over the first
+ten iterations of `--mock-data`: layers by experts, rows of each over the mean of its layer.
 
 ![rows of each expert over the mean of its layer](experts_heat_map.png)
 """
