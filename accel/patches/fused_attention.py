@@ -33,6 +33,7 @@ come after every token that could see them.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,8 @@ from accel.patches._attention import dropout_of, never_served, scale_of
 from accel.patches._kernels import kernels
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, te_installed
+
+logger = logging.getLogger(__name__)
 
 
 def forward_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -155,7 +158,7 @@ def accept_backends(context: Context) -> list[str]:
     args = context.args
     notes: list[str] = []
     backend = getattr(getattr(args, "attention_backend", None), "name", None)
-    asks_for_local = list(getattr(args, "spec", None) or []) == ["local"]
+    asks_for_local = getattr(args, "spec", None) == ["local"]
     if backend == "local" and not asks_for_local and not _transformer_engines(context):
         args.attention_backend = type(args.attention_backend).auto
         notes.append("--attention-backend local: the same as auto in the local spec")
@@ -170,7 +173,8 @@ def accept_backends(context: Context) -> list[str]:
 def _transformer_engines(context: Context) -> bool:
     """Whether the layers are Transformer Engine's own, with back ends of its own."""
     asked = getattr(context.args, "transformer_impl", None)
-    return context.device != "cpu" and asked == "transformer_engine" and te_installed()
+    theirs = asked in ("transformer_engine", "inference_optimized")
+    return context.device != "cpu" and theirs and te_installed()
 
 
 def choose_backend(context: Context) -> list[str]:
@@ -178,22 +182,38 @@ def choose_backend(context: Context) -> list[str]:
     notes = accept_backends(context)
     preset = getattr(context.args, "accel_preset", None) or "fast"
     wanted = preset in ("fast", "max") or getattr(context.args, "accel_fused_attention", None)
-    others = _unfused(context) or _transformer_engines(context)
+    others = _unfused(context) or _transformer_engines(context) or _in_other_calls(context.args)
     if wanted and not others and context.device == "cuda" and torch.cuda.is_available():
         calls = calls_of(context.args, torch.cuda.get_device_capability())
         notes += [f"attention on CUDA, {words}: {describe(call)}" for words, call in calls.items()]
     return notes
 
 
+def _in_other_calls(args: Any) -> bool:
+    """Whether whole sequences are none of attention's calls: ranks share them, or upstream's own runs."""
+    split = _given(args, "context_parallel_size", 1) != 1
+    return split or _given(args, "softmax_type", "vanilla") != "vanilla"
+
+
 def calls_of(args: Any, capability: tuple[int, int]) -> dict[str, Call]:
     """In words -> the call of a training step's attention on one rank, by Megatron's arguments; one for
-    each kind of layer, those with a window and those without. Without a model in them, an example."""
+    each kind of layer, those with a window and those without. Without a model in them, or with values that
+    upstream has still to refuse, an example."""
+    try:
+        if found := _calls_of(args, capability):
+            return found
+    except (TypeError, ValueError, ArithmeticError) as error:
+        logger.info("no attention call can be told from these arguments: %s", error)
+    call = Call(capability, torch.bfloat16, 4096, 4096, 1, 32, 8, 128, 128, right=0)
+    return {f"an example, {_in_words(call, 0.0)}": call}
+
+
+def _calls_of(args: Any, capability: tuple[int, int]) -> dict[str, Call]:
     heads = _given(args, "num_attention_heads")
     hidden = _given(args, "hidden_size")
     width = _given(args, "kv_channels") or (hidden // heads if heads and hidden else None)
     if not heads or not width:
-        call = Call(capability, torch.bfloat16, 4096, 4096, 1, 32, 8, 128, 128, right=0)
-        return {f"an example, {_in_words(call, 0.0)}": call}
+        return {}
     groups, value_width = heads, width
     if _given(args, "multi_latent_attention"):
         width = _given(args, "qk_head_dim", 128) + _given(args, "qk_pos_emb_head_dim", 64)

@@ -41,14 +41,12 @@ def _check_divides(given: Any, experts: int, names: str) -> None:
 
 
 def _check_choices(args: Any) -> None:
-    experts = args.num_experts
-    _check_number(args, experts, "--moe-router-topk {} of --num-experts {}")
+    experts, choices = args.num_experts, args.moe_router_topk
+    if not 1 <= choices <= experts:
+        raise ValueError(
+            f"--moe-router-topk {choices} of --num-experts {experts}: use 1 to {experts}"
+        )
     _check_groups(args, experts, "--moe-router-topk {}: --moe-router-group-topk {}")
-
-
-def _check_number(given: Any, experts: int, names: str) -> None:
-    if not 1 <= given.moe_router_topk <= experts:
-        raise ValueError(f"{names.format(given.moe_router_topk, experts)}: use 1 to {experts}")
 
 
 def _check_groups(given: Any, experts: int, names: str) -> None:
@@ -86,7 +84,6 @@ def checking(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
         if experts := self.num_moe_experts:
             names = "expert_model_parallel_size={} does not divide num_moe_experts={}"
             _check_divides(self, experts, names)
-            _check_number(self, experts, "moe_router_topk={} of num_moe_experts={}")
             _check_groups(self, experts, "moe_router_topk={}: moe_router_group_topk={}")
         post_init(self)
 

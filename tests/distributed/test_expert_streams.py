@@ -17,6 +17,7 @@ from accel.parallel.experts.exchange import Experts, Loan, routed_experts
 from accel.parallel.experts.plan import Copy
 from accel.parallel.experts.streams import Streams, TwoStreams
 from accel.parallel.experts.traffic import Traffic
+from accel.parallel.split_backward import input_part
 
 from .stream_order import Order, followed
 from .test_routed_experts import EXPERTS, HIDDEN, KINDS, Layer, counted, swiglu
@@ -44,6 +45,7 @@ def trained(
     slices: int = 5,
     into_main_grad: bool = False,
     again: bool = False,
+    in_two_parts: bool = False,
 ) -> list[Tensor]:
     """Results and gradients of three micro-batches."""
     rank, each = dist.get_rank(), EXPERTS // 2
@@ -74,7 +76,10 @@ def trained(
             assert layers.free(y) > 0
         else:
             y = forward(x, probs)
-        y.backward(layer.dy[rank].float())
+        with input_part() if in_two_parts else contextlib.nullcontext() as part:
+            y.backward(layer.dy[rank].float())
+        if part is not None:
+            part.compute()
         found += [y.detach(), x.grad, probs.grad]
     of = (lambda w: w.main_grad) if into_main_grad else (lambda w: w.grad)
     return [*found, *map(of, (*weights[0], *weights[1])), shared.weight.grad]
@@ -96,6 +101,17 @@ def test_everything_is_in_order(
             assert not order.faults
             assert all(order.named("")[stream] for stream in ("first", "second", "messages"))
             assert all(map(torch.equal, found, expected))
+
+
+@on_2_ranks
+def test_a_part_for_the_weights_is_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(counted("even", 2))
+    expected = trained(None, layer, COPIES)
+    with followed(monkeypatch) as order:
+        streams = TwoStreams(order.second, CPU, order)
+        found = trained(streams, layer, COPIES, in_two_parts=True)
+    assert not order.faults
+    assert all(map(torch.equal, found, expected))
 
 
 @on_2_ranks

@@ -138,14 +138,19 @@ class Layer:
             into_main_grad,
         )
         loan, each = None, EXPERTS // ranks
+        lent: list[StorageWeakRef] = []
+        if in_two_parts:
+            lent_before = True
         if lent_before:
             owners = (lambda e: e // each, lambda e: e % each)
             loan = Loan(traffic["copies"], dist.group.WORLD, experts, *owners)
             dist.barrier()  # as the counts' collective comes between
+            lent = [StorageWeakRef(w[0].untyped_storage()) for p in loan._came.values() for w in p]
         y, _ = routed_experts(
             *(x, probs, Traffic(self.counts, rank, **traffic), dist.group.WORLD, experts),
             loan=loan,
         )
+        del loan
         for weight in (*layers[0], *layers[1]) if moved else ():
             old, weight.data = weight.data, weight.detach().clone()
             old.fill_(torch.nan)
@@ -154,6 +159,7 @@ class Layer:
             y.backward(self.dy[rank].to(dtype))
         if part is not None:
             assert len(part) == 2 * each
+            assert all(storage.expired() for storage in lent), "copies are given back before"
             assert not any(of(w) is not None and of(w).any() for w in (*layers[0], *layers[1]))
             for turn in range(ranks):
                 if rank == turn:

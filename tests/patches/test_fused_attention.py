@@ -323,6 +323,7 @@ def test_transformer_engines_layers_have_no_local_backend(monkeypatch: pytest.Mo
     monkeypatch.setattr(fused_attention, "te_installed", lambda: True)
     for device, impl, backend in (
         ("cuda", "transformer_engine", AttnBackend.local),
+        ("cuda", "inference_optimized", AttnBackend.local),
         ("cuda", "local", AttnBackend.auto),
         ("cpu", "transformer_engine", AttnBackend.auto),
     ):
@@ -515,6 +516,23 @@ def test_layers_with_a_window_and_those_without_have_a_line_each(
     assert all(note.startswith(kind) for note, kind in zip(found, kinds, strict=True))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"window_size": (128,)},
+        {"attention_dropout": "1e-1"},
+        {"tensor_model_parallel_size": 0},
+        {"num_attention_heads": "32"},
+    ],
+    ids=str,
+)
+def test_what_upstream_has_still_to_refuse_is_an_example(
+    changes: dict[str, Any], hopper: None
+) -> None:
+    (note,) = notes(**{**LLAMA, **changes})
+    assert note.startswith("an example, causal, bfloat16, 32 heads over 8 of 128")
+
+
 def test_a_model_of_a_yaml_file_is_found_before_it_is_validated(hopper: None) -> None:
     of_model = {name: value for name, value in LLAMA.items() if name != "group_query_attention"}
     args = {
@@ -533,6 +551,9 @@ def test_the_table_names_no_kernel_of_what_others_compute(
     from megatron.core.transformer.enums import AttnBackend
 
     assert notes(**LLAMA, attention_backend=AttnBackend.unfused) == []
+    assert notes(**LLAMA, context_parallel_size=2) == [], "calls of parts of sequences"
+    assert notes(**LLAMA, softmax_type="learnable") == []
+    assert len(notes(**LLAMA, context_parallel_size=1, softmax_type="vanilla")) == 1
     te = {**LLAMA, "transformer_impl": "transformer_engine"}
     assert len(notes(**te)) == 1, "by accel's layers"
     monkeypatch.setattr(fused_attention, "te_installed", lambda: True)

@@ -20,7 +20,7 @@ Bits        rows have those of the products of their piece. A weight's gradient 
 Parts       of a backward pass that is split (`accel.parallel.split_backward`): the weights' gradients come in
             its weights' part, in which no rank waits for another; those of copies travel in its input part.
 Streams     of a device, may be two (`streams`): the pieces, what is beside and the weights' gradients take
-            turns in them. Messages set out in the order of pieces all the same.
+            turns in them, but not in a weights' part. Messages set out in the order of pieces all the same.
 Memory      a buffer of its own for each piece, which autograd keeps; copies, until the backward has used
             them. The rows that were given are not kept, nor are the results.
 """
@@ -332,6 +332,7 @@ class _Run:
         self.streams.share(scalars)
         home = journey.send_scalars_home(scalars, dprobs)
         returned, gradients = self._give_back()
+        self.guests = []  # with their matrices, which the weights' part would keep
         if part is None:
             with self.streams.fork():
                 for index in range(early, len(self.slices)):

@@ -17,8 +17,8 @@ __all__ = ["check_room", "free_bytes"]
 
 
 def free_bytes(device: torch.device) -> int:
-    """That a tensor may still take: what the allocator has kept free too, within the limit of
-    `set_per_process_memory_fraction`. Ranks of one host each count its free memory as theirs."""
+    """That a tensor may still take: what the allocator has kept free too; on CPUs and CUDA within the limit
+    of `set_per_process_memory_fraction`. Ranks of one host each count its free memory as theirs."""
     if device.type == "cpu":
         free, limit = machine.memory()[0], host_memory.below_limit()
         return free if limit is None else min(free, limit)
