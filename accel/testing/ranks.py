@@ -65,8 +65,10 @@ class Launcher:
         """The exit status of the rank that failed first, 0 if none did; ``None``: not done in time.
 
         Raises:
-            RuntimeError: the program has ended.
+            RuntimeError: the program has ended meanwhile; the next run starts another.
         """
+        if self._program is not None and self._program.poll() is not None:
+            self.close()
         if self._program is None:
             # no device may be touched before the fork, and each rank has one thread
             before_fork = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": "1"}

@@ -102,3 +102,13 @@ def test_a_callers_own_limit_ends_the_ranks_and_the_next_launch_works(
     assert len(printed.split()) == 2
     assert gone(printed)
     assert run(ONE_FAILS)[0] == 3
+
+
+def test_a_program_that_was_killed_costs_no_later_run(run: Run, launcher: Launcher) -> None:
+    status, _ = run("pass")
+    assert status == 0
+    assert launcher._program is not None
+    launcher._program.kill()
+    launcher._program.wait()
+    status, _ = run("pass")
+    assert status == 0
