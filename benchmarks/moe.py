@@ -52,7 +52,7 @@ STOCK, GROUPED = "Megatron", "grouped products, no overlap"
 COMPUTE, TRANSFERS = "work alone", "transfers alone"
 WITHOUT, EVEN = "accel, no copies", "accel, as many rows for each expert"
 POPULAR = "accel, experts equally popular"
-MOVED, EPLB = "experts moved, the largest first", "EPLB, as many replicas as copies"
+MOVED, EPLB = "experts moved, the largest first", "EPLB, 4 more replicas"
 HIDDEN, FASTER, HOT_FASTER, LONGEST = 0.7, 1.2, 1.3, 1.15
 
 

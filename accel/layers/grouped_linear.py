@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from accel.parallel.linear import (
     main_grad_of,
     weight_gradient_added,
 )
-from accel.parallel.split_backward import WeightPart
 
 __all__ = ["GroupedLinear", "add_biases", "grouped_linear"]
 
@@ -86,7 +84,9 @@ class _GroupedLinear(torch.autograd.Function):
             if layout.delayed is not None:
                 layout.delayed.put(lambda: _add_later(weights, dy_TN, x_TK, counts, layout))
             elif part is not None and all(w.is_leaf and w.requires_grad for w in weights):
-                _put_off(part, weights, dy_TN, x_TK, counts, layout)
+                part.put_all(
+                    weights, lambda: _weight_gradients(weights, dy_TN, x_TK, counts, layout)
+                )
             else:
                 dws = _weight_gradients(weights, dy_TN, x_TK, counts, layout)
         return dx_TK, None, None, *dws
@@ -94,24 +94,6 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _cast(weights: Sequence[Tensor], x: Tensor, layout: Layout) -> Sequence[Tensor]:
     return [w.to(x.dtype) for w in weights] if layout.cast else weights
-
-
-def _put_off(
-    part: WeightPart,
-    weights: Sequence[Tensor],
-    dy_TN: Tensor,
-    x_TK: Tensor,
-    counts: Tensor,
-    layout: Layout,
-) -> None:
-    """The first one's work computes all; each takes its own, in the order of the weights."""
-
-    @functools.cache
-    def left() -> list[Tensor | None]:
-        return _weight_gradients(weights, dy_TN, x_TK, counts, layout)
-
-    for weight in weights:
-        part.put(weight, lambda: left().pop(0))
 
 
 @torch.no_grad()

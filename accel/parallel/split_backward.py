@@ -19,8 +19,9 @@ Threads     one backward pass at a time; the thread that autograd runs it in may
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -65,6 +66,13 @@ class WeightPart:
             )
         self._waiting.append((weight, work))
         self._uses[id(weight)] += 1
+
+    def put_all(self, weights: Iterable[Tensor], work: Callable[[], list[Tensor | None]]) -> None:
+        """Leave the gradients of several weights, which one piece of work gives in the weights' order: the
+        first one's turn computes all, each takes its own."""
+        gradients = functools.cache(work)
+        for weight in weights:
+            self.put(weight, lambda: gradients().pop(0))
 
     def take(self, weight: Tensor) -> None:
         """Put off as well what the input part has already put into `weight.grad`, which is cleared."""

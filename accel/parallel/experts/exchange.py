@@ -27,7 +27,6 @@ Memory      a buffer of its own for each piece, which autograd keeps; copies, un
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -437,9 +436,6 @@ class _Run:
         return split_backward.current() if all(w.is_leaf for w in (*first, *second)) else None
 
     def _put_off(self, part: WeightPart, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """The first one's work computes all; each takes its own, in the order of the weights."""
-
-        @functools.cache
         @torch.no_grad()
         def left() -> list[Tensor | None]:
             sums: Pair = ([], [])
@@ -447,10 +443,9 @@ class _Run:
                 self._add_sums_of(index, sums)
             return self._weight_gradients(sums, gradients)
 
-        first, second = self.experts.weights
-        for weight in (*first, *second):
-            part.put(weight, lambda: left().pop(0))
-        return [None] * (len(first) + len(second))
+        weights = [*self.experts.weights[0], *self.experts.weights[1]]
+        part.put_all(weights, left)
+        return [None] * len(weights)
 
     def _weight_gradients(self, found: Pair, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """Of the first layer's matrices, then of the second's; `found`, and what others' copies give."""

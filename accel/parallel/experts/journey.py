@@ -28,7 +28,7 @@ Message = tuple[Tensor, int]
 
 
 def asks_ahead(device: torch.device) -> bool:
-    """See above."""
+    """Whether all that is to come is asked for before anything is sent ("Waiting", above)."""
     return device.type == "cpu"
 
 
