@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import pairwise, product
 from queue import Queue
 
 import pytest
@@ -24,10 +24,15 @@ SECONDS = 20
 
 
 class Queues:
-    """Links between threads; receives take the values in the order in which they were posted."""
+    """Links between threads; receives take the values in the order in which they were posted.
 
-    def __init__(self) -> None:
-        self.queues: dict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+    The queues are made before the threads: of two that make one at once, one would fill a lost one.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.queues: dict[tuple[int, int], Queue[Tensor]] = {
+            pair: Queue() for pair in product(range(num_ranks), repeat=2)
+        }
         self.came: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         self.turns: dict[tuple[int, int], int] = defaultdict(int)
         self.posted: dict[int, int] = defaultdict(int)
@@ -71,7 +76,7 @@ class QueueLink:
 
 def trained(schedule: Schedule, ahead: int = 2) -> tuple[list[TanhStages], Queues]:
     stages = [TanhStages(schedule, r) for r in range(schedule.num_ranks)]
-    queues = Queues()
+    queues = Queues(schedule.num_ranks)
     links = [queues.of(r) for r in range(schedule.num_ranks)]
     with ThreadPoolExecutor(schedule.num_ranks) as threads:
         runs = [
@@ -140,7 +145,7 @@ def test_receives_are_posted_ahead_and_no_further() -> None:
 def test_each_computation_is_told_with_its_time() -> None:
     schedule = with_transfers(named(INTERLEAVED, 1, 2, 3))
     events: list[Event] = []
-    run(schedule, 0, TanhStages(schedule, 0), Queues().of(0), record=events.append)
+    run(schedule, 0, TanhStages(schedule, 0), Queues(1).of(0), record=events.append)
     computed = [event.action for event in events if event.action.kind.computes]
     assert computed == [a for a in schedule.ranks[0] if a.kind.computes]
     assert all(0 < event.start < event.end for event in events)
@@ -161,7 +166,7 @@ def test_a_stage_that_gives_nothing_is_named() -> None:
     with pytest.raises(
         RuntimeError, match=r"rank 0, backward\(micro-batch 0, chunk 1\): gave nothing"
     ):
-        run(schedule, 0, stages, Queues().of(0))
+        run(schedule, 0, stages, Queues(1).of(0))
 
 
 def test_a_stage_that_fails_ends_the_run() -> None:
@@ -172,7 +177,7 @@ def test_a_stage_that_fails_ends_the_run() -> None:
         raise FloatingPointError("overflow")
 
     stages.forward = fails  # type: ignore[method-assign]
-    link = Queues().of(0)
+    link = Queues(1).of(0)
     with pytest.raises(FloatingPointError, match="overflow"):
         run(schedule, 0, stages, link)
     assert (link.finished, link.abandoned) == (False, True)
