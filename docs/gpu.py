@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from accel._peers import LIBRARIES
+
 ROOT = Path(__file__).parents[1]
 COMPILED = ROOT / "benchmarks" / "results" / "compile.json"
 
@@ -20,10 +22,17 @@ or Triton on CUDA, torch-npu's own ops on Ascend. Features do not know which one
 | environment variable | |
 |---|---|
 | `ACCEL_CUDA_KERNELS=auto\\|cuda\\|triton` | where an op has both: CUDA C++ (auto), or Triton |
+| `ACCEL_CUDA_KERNELS=rms_norm=liger,...` | for single ops `triton`, `liger` or `apex` (table below) |
 | `ACCEL_ATTENTION_BACKEND=NAME` | the back end that attention on CUDA tries first, `auto` or one of these |
 
 `flash4`, `flash3`, `cudnn`, `triton`, `flash2`, `flash`: one that is missing, or that does not take a call,
 leaves it to the next.
+
+Liger's and Apex's kernels are never used unasked. Before an op's first call they compute a small one, which
+is compared with the reference: where they are wrong, and for calls that they do not take, ours run, and the
+log says why. They round as their library does, so what a feature says of its bits is of ours. Liger's run
+under the contracts of the ops, in Triton's interpreter; Apex's were written from its source and run against
+a stand-in of its extension so far.
 
 ## How it is proved without a GPU
 
@@ -81,8 +90,9 @@ def kernels(table: Table) -> str:
     triton, npu = stems("accel/_triton", ".py"), stems("accel/_npu", ".py")
     ops = sorted(stems("accel/ops", ".py") & (cpu | cuda | triton | npu))
     mark = {True: "yes", False: ""}
-    rows = [(f"`{op}`", *(mark[op in there] for there in (cpu, triton, cuda, npu))) for op in ops]
-    return table(("op", "CPU, C++", "CUDA, Triton", "CUDA C++", "Ascend"), rows)
+    kinds = (cpu, triton, cuda, npu, LIBRARIES["liger"], LIBRARIES["apex"])
+    rows = [(f"`{op}`", *(mark[op in there] for there in kinds)) for op in ops]
+    return table(("op", "CPU, C++", "CUDA, Triton", "CUDA C++", "Ascend", "Liger", "Apex"), rows)
 
 
 def compiled(rows: Sequence[Mapping], table: Table) -> str:

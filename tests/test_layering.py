@@ -30,6 +30,7 @@ FORBIDDEN = {
     ),
     "ops": ("accel.patches", "accel.session", "accel.feature", "accel.device", "megatron"),
     "_triton": ("accel.patches", "accel.session", "accel.feature", "accel.device", "megatron"),
+    "_peers": ("accel.patches", "accel.session", "accel.feature", "accel.device", "megatron"),
     "_npu": ("accel.patches", "accel.session", "accel.feature", "accel.device", "megatron"),
     "memory": ("accel.patches", "accel.session", "accel.feature", "megatron"),
     "parallel": ("accel.patches", "accel.session", "accel.feature", "megatron"),

@@ -396,3 +396,19 @@ def test_features_read_options_of_enable_where_they_read_flags(
     accel.enable(norm=False, tp_overlap_chunks=3, tp_overlap=True)
     validate(argparse.Namespace(rank=1, accel_norm=True), {})
     assert (seen[0]["accel_norm"], seen[0]["accel_tp_overlap_chunks"]) == (True, 3)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_kernels_asked_for_by_name_are_in_the_table(monkeypatch, device):
+    from accel.feature import Context
+
+    context = Context(device, "0.19.2", None)
+    monkeypatch.setenv("ACCEL_CUDA_KERNELS", "triton,rope=triton")
+    told = ["kernels on CUDA: triton, rope by triton"] if device == "cuda" else []
+    assert command_line._kernels(context) == told
+    monkeypatch.setenv("ACCEL_CUDA_KERNELS", "rope=apex")
+    if device == "cuda":
+        with pytest.raises(ValueError, match="rope can be served by triton"):
+            command_line._kernels(context)
+    else:
+        assert command_line._kernels(context) == []

@@ -1,49 +1,38 @@
 """The kernels in CUDA C++, `accel/_CUDA`: registered for CUDA at the first need, or a reason why not.
 
-They come before Triton's, which serve the other ops. `ACCEL_CUDA_KERNELS` chooses:
-
-    auto    (unset) these where they were built and fit the GPU, else Triton's
-    cuda    these; that they are missing is an error
-    triton  Triton's alone
+They come before Triton's, which serve the other ops; `ACCEL_CUDA_KERNELS` (`_kernel_choice`) may ask for
+others.
 """
 
 import functools
-import os
 import re
 from pathlib import Path
 
 import torch
 
 from accel.ops import _native
+from accel.ops._kernel_choice import VARIABLE, chosen
 
-__all__ = ["built", "chosen", "reason"]
+__all__ = ["built", "reason"]
 
 LIBRARY_PATTERN = "_CUDA*.so"
-CHOICES = ("auto", "cuda", "triton")
 HOW_TO_BUILD = (
     "build them with `pip install --no-build-isolation .` (needs nvcc of PyTorch's CUDA version)"
 )
 
 
-def chosen() -> str:
-    """What `ACCEL_CUDA_KERNELS` asks for. Raises `ValueError` where it names nothing known."""
-    choice = os.environ.get("ACCEL_CUDA_KERNELS") or "auto"
-    if choice not in CHOICES:
-        raise ValueError(f"ACCEL_CUDA_KERNELS must be one of {', '.join(CHOICES)}, got {choice!r}")
-    return choice
-
-
 def reason() -> str | None:
     """Why these kernels do not serve CUDA tensors, or None once they are registered (here, if need be).
 
-    Raises `RuntimeError` where `ACCEL_CUDA_KERNELS=cuda` asks for them and they cannot be had.
+    Raises `RuntimeError` where `ACCEL_CUDA_KERNELS=cuda` asks for them and they cannot be had, `ValueError`
+    where it asks for what there is not.
     """
-    choice = chosen()
+    choice = chosen().every
     if choice == "triton":
-        return "ACCEL_CUDA_KERNELS=triton"
+        return f"{VARIABLE}=triton"
     missing = _missing()
     if missing and choice == "cuda":
-        raise RuntimeError(f"ACCEL_CUDA_KERNELS=cuda: {missing}")
+        raise RuntimeError(f"{VARIABLE}=cuda: {missing}")
     return missing
 
 

@@ -6,6 +6,7 @@ functions is.
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -14,13 +15,17 @@ import torch
 
 from accel.ops import _native
 
-__all__ = ["kernels", "modules", "register", "registered"]
+__all__ = ["kernels", "module", "modules", "register", "registered", "replace"]
+
+
+def module(package: str, op: str) -> ModuleType:
+    """A package's kernels for one file of `accel/ops`. Raises `ImportError` for what they need."""
+    return importlib.import_module(f"{package}.{op}")
 
 
 def modules(package: str) -> list[ModuleType]:
     """Every file of kernels of a package, imported. Raises `ImportError` for what it needs."""
-    names = importlib.import_module(package).MODULES
-    return [importlib.import_module(f"{package}.{name}") for name in names]
+    return [module(package, name) for name in importlib.import_module(package).MODULES]
 
 
 def kernels(package: str) -> dict[str, Callable[..., Any]]:
@@ -48,6 +53,13 @@ def register(
     for op, function in functions.items():
         if override or not torch._C._dispatch_has_kernel_for_dispatch_key(op, key):
             library.impl(op, function, key, allow_override=override)
+
+
+def replace(library: torch.library.Library, op: str, kernel: Callable[..., Any], key: str) -> None:
+    """Let `kernel` serve `op` for as long as `library` lives, in the place of one that is there."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered")
+        library.impl(op, kernel, key, allow_override=True)
 
 
 @functools.cache

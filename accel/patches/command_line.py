@@ -122,6 +122,7 @@ def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
             if f.check is not None:
                 f.check(context)
         notes = [note for f in wanted if f.prepare is not None for note in f.prepare(context)]
+        notes += _kernels(context)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_connections_allowed(context))
             for f in wanted:
@@ -142,6 +143,16 @@ def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
         return validated
 
     return validate
+
+
+def _kernels(context: Context) -> list[str]:
+    """Whose kernels an environment variable asks for; what there is not is an error before the start."""
+    if context.device != "cuda":
+        return []
+    from accel.ops import _kernel_choice, _peers
+
+    described = _peers.describe(_kernel_choice.chosen())
+    return [described] if described else []
 
 
 def _show(args: Any, wishes: Mapping[str, Any]) -> None:

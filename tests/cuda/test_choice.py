@@ -15,12 +15,6 @@ def asked_anew(monkeypatch):
     _dispatch.forget()
 
 
-def test_unknown_choice_is_an_error(monkeypatch):
-    monkeypatch.setenv("ACCEL_CUDA_KERNELS", "cutlass")
-    with pytest.raises(ValueError, match="must be one of auto, cuda, triton, got 'cutlass'"):
-        _cuda.reason()
-
-
 def test_triton_when_asked_for(monkeypatch):
     monkeypatch.setenv("ACCEL_CUDA_KERNELS", "triton")
     assert _cuda.reason() == "ACCEL_CUDA_KERNELS=triton"

@@ -13,7 +13,7 @@ from accel.ops import _dispatch, _launchers, _triton
 from tests.triton.harness import HAS_GPU
 
 
-def _to_bf16(x: np.ndarray) -> np.ndarray:
+def to_bf16(x: np.ndarray) -> np.ndarray:
     """The bits, uint16, of the nearest bfloat16, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     nearest = (bits.astype(np.uint64) + 0x7FFF + (bits >> 16 & 1)) >> 16
@@ -46,7 +46,7 @@ def nearest_bf16() -> Iterator[None]:
 
     def rounded(x: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
         if source == tl.float32 and target == tl.bfloat16:
-            return _to_bf16(x)
+            return to_bf16(x)
         return convert(x, source, target, mode)
 
     with pytest.MonkeyPatch.context() as patch:
