@@ -9,11 +9,20 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from accel.testing.distributed import _agent_store, under_torchrun
 
 if not torch.cuda.is_available():  # Triton reads it once, at its first import
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# A busy machine is no finding, and CI judges a change by the same examples each time it does; other ones are
+# drawn by --hypothesis-profile=explore.
+_PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile("explore", _PATIENT)
+settings.register_profile("accel", _PATIENT, derandomize=True)
+settings.load_profile("accel")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -67,9 +67,19 @@ def key(patch: Any) -> str:
 
 
 @lru_cache
+def _probed(version: str) -> dict[str, Any] | Exception:
+    try:
+        result: dict[str, Any] = json.loads(output_with(version, _PROBE).splitlines()[-1])
+    except Exception as error:  # for each test anew, but found once
+        return error
+    return result
+
+
 def probe(version: str) -> dict[str, Any]:
     """Apply and undo every patch in a process of its own, on one Megatron version."""
-    result: dict[str, Any] = json.loads(output_with(version, _PROBE).splitlines()[-1])
+    result = _probed(version)
+    if isinstance(result, Exception):
+        raise result
     assert result["version"] == version
     return result
 

@@ -36,7 +36,7 @@ def output_with(version: str, code: str) -> str:
         env=env,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -29,9 +29,9 @@ import pytest
 from accel.testing import ranks
 from accel.testing.ranks import Launcher
 
-__all__ = ["free_port", "launch", "under_torchrun"]
+__all__ = ["SECONDS_PER_TEST", "free_port", "launch", "under_torchrun"]
 
-SECONDS_PER_TEST = 300
+SECONDS_PER_TEST = 600
 """Says that a rank hangs, so it is many times what the longest test needs on a quiet machine."""
 _TAIL_LINES = 60
 _REPORTS = "ACCEL_TEST_REPORTS"

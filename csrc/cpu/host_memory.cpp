@@ -9,6 +9,7 @@
 #include <malloc.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <limits>
 #include <utility>
@@ -167,7 +168,9 @@ bool is_pinned(const at::Tensor& x) {
 // Current bytes, peak bytes, allocations, frees, refusals, and the limit or 0.
 std::vector<int64_t> stats() {
   const int64_t limit = counters.limit_bytes.load();
-  return {counters.current_bytes.load(), counters.peak_bytes.load(), counters.allocations.load(),
+  // A peak that begins anew just now may not have been raised to what is held yet.
+  const int64_t current = counters.current_bytes.load();
+  return {current, std::max(counters.peak_bytes.load(), current), counters.allocations.load(),
           counters.frees.load(), counters.refusals.load(), limit == NO_LIMIT ? 0 : limit};
 }
 

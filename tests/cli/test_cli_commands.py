@@ -27,7 +27,7 @@ def bare_python(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=600,
     )
 
 
@@ -113,7 +113,7 @@ def test_reader_that_stops_early_gets_no_traceback() -> None:
     assert process.stderr is not None
     process.stdout.close()
     assert process.stderr.read() == ""
-    process.wait(timeout=60)
+    process.wait(timeout=600)
 
 
 def test_plain_table_cuts_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,6 +120,10 @@ def test_a_host_that_forbids_it_is_named_and_harmed_by_nothing(
         assert os.sched_getscheduler(number) == os.SCHED_OTHER
 
 
+def names() -> list[str]:
+    return [(t / "comm").read_text().strip() for t in Path("/proc/self/task").iterdir()]
+
+
 def policies() -> dict[str, set[int]]:
     """Of the threads by name."""
     found: dict[str, set[int]] = {}
@@ -130,8 +134,10 @@ def policies() -> dict[str, set[int]]:
 
 
 def wait_for_names() -> None:
-    """A thread has its creator's name until it runs."""
-    time.sleep(0.2)
+    """A thread has its creator's name until it runs: until as many as before have gloo's, for a while."""
+    seen = -1
+    while seen != (seen := sum("gloo" in name for name in names())) or seen == 0:
+        time.sleep(0.5)
 
 
 @pytest.mark.distributed(world_size=2)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def run(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-W", "ignore", str(SCRIPT), *MODEL, "--train-iters", "2", *flags]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
 
 
 def test_misspelt_flag_is_one_line_and_status_2() -> None:

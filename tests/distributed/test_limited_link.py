@@ -69,15 +69,14 @@ def test_receiver_knows_when_the_sender_began() -> None:
     """It asks early, and waits as long as the sender is late."""
     late = 3 * SECONDS
     with limit(RATE):
-        dist.barrier()
         begin = time.monotonic()
+        dist.barrier()  # the sender's sleep begins after it
         if dist.get_rank() == 0:
             time.sleep(late)
             dist.isend(mine(), group_dst=1).wait()
         else:
             dist.irecv(torch.empty(COUNT), group_src=0).wait()
-            # the barrier lets the sender go a moment earlier
-            assert time.monotonic() - begin >= late + 0.9 * SECONDS
+            assert time.monotonic() - begin >= late + SECONDS
 
 
 @pytest.mark.distributed(world_size=2)
@@ -85,10 +84,13 @@ def test_directions_are_links_of_their_own() -> None:
     other, received = 1 - dist.get_rank(), torch.empty(COUNT)
     with limit(RATE / 10):
         begin = time.monotonic()
+        dist.barrier()
         ops = [dist.P2POp(dist.isend, mine(), other), dist.P2POp(dist.irecv, received, other)]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-        assert 10 * SECONDS <= time.monotonic() - begin < 19 * SECONDS
+        assert 10 * SECONDS <= time.monotonic() - begin < 20 * SECONDS, (
+            "one after the other takes so long"
+        )
     assert torch.equal(received, mine() - dist.get_rank() + other)
 
 
@@ -115,11 +117,11 @@ def test_collectives(async_op: bool) -> None:
 def test_last_rank_starts_a_collective() -> None:
     late = 3 * SECONDS
     with limit(RATE):
-        dist.barrier()
         begin = time.monotonic()
+        dist.barrier()  # the sleep begins after it
         time.sleep(late * dist.get_rank())
         dist.all_reduce(mine())
-        assert time.monotonic() - begin >= late + 0.9 * SECONDS
+        assert time.monotonic() - begin >= late + SECONDS
 
 
 @pytest.mark.distributed(world_size=2)

@@ -554,7 +554,7 @@ import datetime, os, sys, time
 import torch, torch.distributed as dist
 from accel.parallel.overlapped_linear import Plan, gather_matmul, matmul_reduce_scatter
 
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=8))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
 form, what = sys.argv[1:]
 x, w, group = torch.ones(64, 8), torch.ones(8, 8), dist.group.WORLD
 product = {"gather": gather_matmul, "reduce": matmul_reduce_scatter}[what]
@@ -576,5 +576,5 @@ os._exit(0)
 def test_a_rank_that_dies_is_an_error_on_the_others(form: str, what: str, tmp_path: Path) -> None:
     script = tmp_path / "dies.py"
     script.write_text(DIES)
-    output = launch(2, [str(script), form, what], seconds=100)
-    assert float(output.split("raised after")[1].split()[0]) < 10
+    output = launch(2, [str(script), form, what])
+    assert float(output.split("raised after")[1].split()[0]) < 40

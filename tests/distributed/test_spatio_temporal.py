@@ -338,10 +338,10 @@ def losses(output: str, steps: int) -> list[float]:
 def test_the_example_does_not_depend_on_the_ranks(dtype: str, rounding: float) -> None:
     steps = 8
     command = [str(EXAMPLE), "--steps", str(steps), "--dtype", dtype]
-    expected = losses(launch(1, command, seconds=120), steps)
+    expected = losses(launch(1, command), steps)
     assert expected[-1] < 0.9 * expected[0]
     for ranks in (2, 4):
-        found = losses(launch(ranks, command, seconds=120), steps)
+        found = losses(launch(ranks, command), steps)
         assert found == pytest.approx(expected, rel=rounding), ranks
 
 
@@ -350,6 +350,6 @@ def test_the_example_needs_no_launcher() -> None:
     command = [sys.executable, str(EXAMPLE), "--steps", "1"]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     alone = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=True, env=one_thread
+        command, capture_output=True, text=True, timeout=900, check=True, env=one_thread
     )
     losses(alone.stdout, steps=1)

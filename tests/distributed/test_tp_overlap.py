@@ -27,6 +27,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "local_moe": ("moe", f"{TP2} {LOCAL}", THREE),
     "mindspeeds_names": ("dense", TP2, ["--use-ascend-coc", "--coc-parallel-num", "2"]),
 }
+AUTOMATIC = (["--accel-tp-overlap"], ["--tp-comm-overlap"])
 FOUR: dict[str, tuple[str, str, list[str]]] = {
     "pp2_vpp2_deferred_embedding": (
         "dense",
@@ -92,7 +93,9 @@ def check(case: str, cases: dict, fresh_store: FreshStore, products: list[str]) 
     tolerance = 0.0 if rows_keep_their_bits() else 0.02
     check_training(kind, flags, ours, [], fresh_store, tolerance)
     if "--sequence-parallel" in flags:
-        assert {"gather_matmul", "matmul_reduce_scatter"} <= set(products)
+        assert "gather_matmul" in products
+        # chosen by measured times, a result's pieces may not pay
+        assert "matmul_reduce_scatter" in products or ours in AUTOMATIC
     else:
         assert set(products) == {"matmul_all_reduce"}
 

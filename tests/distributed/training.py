@@ -17,6 +17,7 @@ import torch.distributed as dist
 from filelock import FileLock
 from torch import Tensor
 
+from accel.testing.distributed import SECONDS_PER_TEST
 from accel.testing.megatron_arguments import read_docstrings_once
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
@@ -100,7 +101,7 @@ def reference(kind: str) -> tuple[Path, list[float]]:
     folder = Path(os.environ["ACCEL_TEST_REFERENCE"]) / f"reference-{kind}"
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint, log = folder / "checkpoint", folder / "losses.log"
-    with FileLock(folder / "lock", timeout=200):
+    with FileLock(folder / "lock", timeout=2 * SECONDS_PER_TEST):
         if not log.exists():
             flags = KINDS[kind]
             _alone(

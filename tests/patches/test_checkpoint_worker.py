@@ -19,7 +19,7 @@ from accel.session import SESSION
 from accel.upstream import SUPPORTED_MEGATRON
 from tests.versions import installed, output_with
 
-SECONDS = 150
+SECONDS = 600
 """For a process to start and write: many times what it needs."""
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import accel
 from accel.patches.dead_checkpoint_worker import CheckpointNotSent, CheckpointWorkerDied
 
-pytestmark = pytest.mark.timeout(60)  # upstream waits for ever
+pytestmark = pytest.mark.timeout(600)  # upstream waits for ever
 
 
 def work(rank: int, queue: Any, preload_q: Any, comp_q: Any, *more: Any) -> None:

@@ -37,7 +37,7 @@ if os.environ["RANK"] == "1":
     while not (folder / "0").exists() or not (folder / "0").read_text():
         time.sleep(0.01)
     raise ValueError("the rank's own words")
-time.sleep(100)
+time.sleep(1000)
 """
 KILLED = """
 import os, signal, subprocess
@@ -171,11 +171,11 @@ def test_ranks_without_a_network() -> None:
 def test_timeout_ends_the_ranks() -> None:
     before = set(psutil.Process().children())
     hangs = (
-        "import sys, time; print('its last words', file=sys.stderr, flush=True); time.sleep(100)"
+        "import sys, time; print('its last words', file=sys.stderr, flush=True); time.sleep(1000)"
     )
     said = r"not done in time: rank 0, 1\nrank 0: its last words\nrank 1: its last words"
     with pytest.raises(TimeoutError, match=said):
-        launch.run(None, ["-c", hangs], 2, 3)
+        launch.run(None, ["-c", hangs], 2, 10)
     assert set(psutil.Process().children()) <= before
 
 
@@ -199,10 +199,10 @@ def test_rank_on_its_host(two_hosts: network.Network) -> None:
 def test_goodput(two_hosts: network.Network) -> None:
     """The best of a few: who shares the machine makes a link slower, and nothing makes it faster."""
     assert two_hosts.kind == "shaped veth (tbf, 64 KiB packets)"
-    found = measure(two_hosts, 2, num_bytes=4 << 20, repeats=5)
+    found = measure(two_hosts, 2, num_bytes=16 << 20, repeats=5)
     for direction in (found.one_way[::2], found.one_way[1::2]):
-        assert 0.85 * RATE <= max(direction) <= 1.05 * RATE * FRAME
-    assert 0.80 * RATE <= max(found.both_ways) <= 1.05 * RATE * FRAME
+        assert 0.7 * RATE <= max(direction) <= 1.05 * RATE * FRAME
+    assert 0.65 * RATE <= max(found.both_ways) <= 1.05 * RATE * FRAME
     assert min(found.latency) < 0.01
 
 
@@ -236,7 +236,7 @@ def test_half_made_lab_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_leftovers_of_a_killed_lab() -> None:
     root = Path(network.__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", KILLED], cwd=root, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", KILLED], cwd=root, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     name, sleeper = done.stdout.split()

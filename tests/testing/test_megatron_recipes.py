@@ -538,7 +538,7 @@ def test_a_script_has_accel_and_so_has_what_it_spawns(tmp_path: Path) -> None:
         [sys.executable, "-m", "accel.testing.adapted", str(tmp_path / "script.py"), "--a", "b"],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]

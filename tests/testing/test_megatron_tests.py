@@ -104,7 +104,7 @@ import argparse, json, pathlib, sys
 from accel.testing import megatron_tests
 checkout = pathlib.Path(sys.argv[1])
 limits = argparse.Namespace(
-    file_seconds=150, test_seconds=60, plain=True, tests_per_launch=int(sys.argv[2])
+    file_seconds=800, test_seconds=300, plain=True, tests_per_launch=int(sys.argv[2])
 )
 file = checkout / "tests" / "unit_tests" / "test_x.py"
 megatron_tests._prepare(plain=True)
@@ -124,7 +124,7 @@ def run_a_file(checkout: Path, text: str, tests_per_launch: int = 100) -> dict[s
         [sys.executable, "-c", RUN_A_FILE, str(checkout), str(tests_per_launch)],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=900,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
