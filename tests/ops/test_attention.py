@@ -71,14 +71,19 @@ class TestAttention(OpContract):
     def magnitudes(self, inputs: Inputs) -> dict[str, float]:
         """ds = p (dp - delta): what cancels in dq and dk is as large as delta times k or q.
 
-        Of delta, a sum of E products of random signs, the root of the sum of squares.
+        Of delta, a sum of E products of random signs, the root of the sum of squares. The sum of the values
+        has the rounding of the largest of them, and the logarithm of a sum that of a score: for few queries
+        either may happen to be small itself.
         """
         q, k, v = (t.float() for t in inputs.tensors)
         if not q.numel() or not k.numel():
             return {}
         scale = inputs.options.get("softmax_scale") or 1 / math.sqrt(q.shape[-1])
         delta = scale * math.sqrt(v.shape[-1]) * v.abs().max().item()
+        scores = scale * q.norm(dim=-1).max().item() * k.norm(dim=-1).max().item()
         return {
+            "output 0": v.abs().max().item(),
+            "output 1": max(1.0, scores),
             "gradient 0": delta * k.abs().max().item(),
             "gradient 1": delta * q.abs().max().item(),
         }

@@ -47,6 +47,16 @@ class TestRope(OpContract):
         k = draw(5, 2, 3, 40, dtype=dtype, seed=seed + 1)
         return Inputs([q, angles(7, 38, layout), k], {"layout": layout, "mscale": 1.25}, [1])
 
+    def magnitudes(self, inputs):
+        """A pair that turns has the rounding of its larger member; one alone may turn to nearly 0."""
+        options = inputs.options
+        sizes = [t.abs().max().item() for t in inputs.tensors[::2] if t is not None and t.numel()]
+        if not sizes:
+            return {}
+        size = max(sizes) * options.get("mscale", 1.0)
+        dy = 4 * options.get("mscale", 1.0)  # of a few normal numbers
+        return {"output 0": size, "output 1": size, "gradient 0": dy, "gradient 2": dy}
+
     def large_inputs(self):
         q, k = draw(512, 2, 8, 128), draw(512, 2, 2, 128)
         return Inputs([q.bfloat16(), angles(512, 128), k.bfloat16()], constants=[1])
