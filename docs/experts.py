@@ -28,7 +28,10 @@ By name:
 * [`moe_tp_extend_ep`](features/moe_tp_extend_ep.md), `--accel-moe-tp-extend-ep`: whole experts on the
   tensor-parallel ranks too, tensor parallelism stays in the attention;
 * [`moe_load_report`](features/moe_load_report.md), `--accel-moe-load-report 100`: a table, curves and a heat
-  map of how evenly experts are loaded.
+  map of how evenly experts are loaded;
+* [`moe_out_of_memory`](features/moe_out_of_memory.md), in all presets but `off`: where a layer's tokens do not
+  fit, the error says how many came, to which expert most, and the flag that bounds them; with
+  `--accel-moe-overlap` on all ranks, before the tokens set out.
 
 ```bash
 torchrun --nproc-per-node 2 examples/pretrain_moe.py --mock-data --expert-model-parallel-size 2 \\

@@ -1,0 +1,149 @@
+"""An MoE layer without memory says which it is, how many tokens came, and what bounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from accel.device.cpu import memory
+from accel.feature import Context
+from accel.ops import _native
+from accel.patches import moe_out_of_memory
+
+from .moe_layer import EXPERTS, build, one_rank, step
+
+needs_native = pytest.mark.skipif(_native.reason() is not None, reason=f"{_native.reason()}")
+MANY = 1 << 15
+TAKES = MANY * 2
+"""Each token goes to two experts."""
+
+
+@pytest.fixture
+def explained() -> Iterator[None]:
+    with one_rank("off", moe_out_of_memory=True):
+        yield
+
+
+@needs_native
+@pytest.mark.usefixtures("explained")
+@pytest.mark.parametrize("room", [18, 24, 40])
+def test_says_what_came_and_the_flag(room: int) -> None:
+    layer = build()
+    step(layer)
+    says = r"MoE layer 1: no memory for the \d+ tokens of this rank's experts, \d+ of them for expert \d: "
+    with (
+        pytest.raises(
+            torch.OutOfMemoryError, match=says + r"--moe-expert-capacity-factor bounds them"
+        ),
+        memory.limit(memory.memory_allocated() + (room << 20)),
+    ):
+        step(layer, MANY)
+
+
+@needs_native
+@pytest.mark.usefixtures("explained")
+def test_counts_are_those_of_the_experts() -> None:
+    layer = build()
+    with (
+        pytest.raises(torch.OutOfMemoryError) as caught,
+        memory.limit(memory.memory_allocated() + (24 << 20)),
+    ):
+        step(layer, MANY)
+    counts = layer.accel_tokens
+    assert sum(counts.tolist()) == TAKES
+    hottest = f"{max(counts.tolist())} of them for expert {int(counts.argmax())}:"
+    assert f"the {TAKES} tokens of this rank's experts, {hottest}" in str(caught.value)
+    assert "no room for" in str(caught.value), "the error itself"
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+@needs_native
+@pytest.mark.usefixtures("explained")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"moe_token_dispatcher_type": "allgather"}, f"the {TAKES} tokens .* bounds them"),
+        (
+            {"moe_expert_capacity_factor": 1.5},
+            r"a --moe-expert-capacity-factor below 1\.5 takes fewer",
+        ),
+    ],
+)
+def test_other_layers(options: dict[str, Any], says: str) -> None:
+    layer = build(**options)
+    with (
+        pytest.raises(torch.OutOfMemoryError, match=says),
+        memory.limit(memory.memory_allocated() + (20 << 20)),
+    ):
+        step(layer, MANY)
+
+
+@pytest.mark.usefixtures("explained")
+def test_words_of_pytorchs_own_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> None:
+        raise RuntimeError(
+            "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+        )
+
+    layer = build()
+    monkeypatch.setattr(layer.experts, "forward", fails)
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"MoE layer 1(.|\n)*tried to allocate 8 bytes"
+    ):
+        step(layer)
+
+
+@pytest.mark.usefixtures("explained")
+def test_another_error_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    def fails(*args: Any) -> None:
+        raise error
+
+    layer = build()
+    monkeypatch.setattr(layer.experts, "forward", fails)
+    with pytest.raises(RuntimeError) as caught:
+        step(layer)
+    assert caught.value is error
+
+
+@pytest.mark.usefixtures("explained")
+def test_before_the_counts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the step before are not told."""
+
+    def fails(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    layer = build()
+    step(layer)
+    layer.token_dispatcher.tokens_per_expert = None
+    monkeypatch.setattr(layer.token_dispatcher, "token_dispatch", fails)
+    monkeypatch.setattr(
+        layer.token_dispatcher, "dispatch_preprocess", lambda hidden, map, p: (hidden, p)
+    )
+    wanted = "MoE layer 1: no memory for the tokens of this rank's experts: --moe-expert"
+    with pytest.raises(torch.OutOfMemoryError, match=wanted):
+        step(layer)
+
+
+def test_the_numbers_are_stocks() -> None:
+    with one_rank("off", moe_out_of_memory=False):
+        stock = step(build())
+    with one_rank("off", moe_out_of_memory=True):
+        ours = step(build())
+    for name, expected in stock.items():
+        assert torch.equal(ours[name], expected), name
+
+
+def test_idle_without_experts() -> None:
+    def why(num_experts: int | None) -> str | None:
+        return moe_out_of_memory.idle(
+            Context("cpu", "0.19.2", SimpleNamespace(num_experts=num_experts))
+        )
+
+    assert why(None) == "there are no experts"
+    assert why(EXPERTS) is None
