@@ -29,8 +29,8 @@ By name:
   tensor-parallel ranks too, tensor parallelism stays in the attention;
 * [`moe_load_report`](features/moe_load_report.md), `--accel-moe-load-report 100`: a table, curves and a heat
   map of how evenly experts are loaded;
-* [`moe_out_of_memory`](features/moe_out_of_memory.md), in all presets but `off`: where a layer's tokens do not
-  fit, the error says how many came, to which expert most, and the flag that bounds them; with
+* [`moe_out_of_memory`](features/moe_out_of_memory.md), in all presets but `off`: where a layer's tokens do
+  not fit, the error says how many came, to which expert most, and the flag that bounds them; with
   `--accel-moe-overlap` on all ranks, before the tokens set out.
 
 ```bash
