@@ -10,7 +10,7 @@ BENCHMARKS := $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[!_]*.py))
 RESULTS = benchmarks/results/$(shell $(PY) -c "from accel.testing.bench import machine_name; print(machine_name())")
 NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/cuda/*.cu csrc/cuda/bindings/*.* csrc/include/accel/*.h csrc/include/accel/cuda/*.h) setup.py
 
-.PHONY: setup demo test check format bench docs asan test-huge test-megatron test-recipes
+.PHONY: setup demo test check format bench docs asan explore test-huge test-megatron test-recipes
 .PHONY: gpu gpu-wheels gpu-peers gpu-rehearsal compile-table clean
 .DELETE_ON_ERROR:
 
@@ -103,6 +103,11 @@ asan: setup
 	    ASAN_OPTIONS=detect_leaks=0 \
 	    OMP_NUM_THREADS=2 $(PY) -m pytest tests/ops -p no:cacheprovider --numprocesses auto \
 	    -k "not compiles_as_one_graph" $(PYTEST_ARGS)
+
+# Hypothesis draws the same examples each time, so that CI judges a change alone; here others, SEED=1 and so on.
+explore: setup
+	$(PY) -m pytest tests -m hypothesis -n logical --maxprocesses 8 --hypothesis-profile=explore \
+	    $(if $(SEED),--hypothesis-seed=$(SEED)) $(PYTEST_ARGS)
 
 # Ops on tensors of more than 2^31 elements: some minutes, and 20 GiB of memory.
 test-huge: setup

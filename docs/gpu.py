@@ -28,9 +28,12 @@ or Triton on CUDA, torch-npu's own ops on Ascend. Features do not know which one
 `flash4`, `flash3`, `cudnn`, `triton`, `flash2`, `flash`: one that is missing, or that does not take a call,
 leaves it to the next.
 
-Liger's and Apex's kernels are never used unasked. Before an op's first call they compute a small one, which
-is compared with the reference: where they are wrong, and for calls that they do not take, ours run, and the
-log says why. They round as their library does, so what a feature says of its bits is of ours. Liger's run
+Liger's and Apex's kernels are never used unasked, and serve what accel calls the op for: the norm of a sum
+is `add_rms_norm`, and layers of Transformer Engine or Apex call none. Of `activation` Liger serves SwiGLU
+without factors of a router. Before an op's first call they compute a small one, which is compared with the
+reference: where they are wrong, and for calls that they do not take, ours run, and the log says why. They
+round as their library does, so what a feature says of its bits is of ours, and Liger's backwards of
+`layer_norm` and `add_rms_norm` are compiled anew for each number of rows that a processor gets. Liger's run
 under the contracts of the ops, in Triton's interpreter; Apex's were written from its source and run against
 a stand-in of its extension so far.
 

@@ -404,7 +404,11 @@ def test_kernels_asked_for_by_name_are_in_the_table(monkeypatch, device):
 
     context = Context(device, "0.19.2", None)
     monkeypatch.setenv("ACCEL_CUDA_KERNELS", "triton,rope=triton")
-    told = ["kernels on CUDA: triton, rope by triton"] if device == "cuda" else []
+    told = (
+        ["kernels on CUDA where accel calls the op: triton, rope by triton"]
+        if device == "cuda"
+        else []
+    )
     assert command_line._kernels(context) == told
     monkeypatch.setenv("ACCEL_CUDA_KERNELS", "rope=apex")
     if device == "cuda":

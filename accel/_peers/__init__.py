@@ -4,10 +4,10 @@
 only where it was asked for; its `OPS` says for each file of `accel/ops` which functions serve its ops.
 
 Rules that all of them keep: a function has exactly the arguments of the op's schema and gives what the op
-promises; it raises `NotTaken`, before anything is written, for a call that the library does not take or
-takes otherwise than the op means it, and ours serves that call; what the forward saves is the op's own, so
-that either side may compute the other's gradients. Before the first call a small one is tried and compared
-with the reference.
+promises, but for bits, which are as its library rounds; it raises `NotTaken`, before anything is written,
+for a call that the library does not take or takes otherwise than the op means it, and ours serves that call;
+what the forward saves is the op's own, so that either side may compute the other's gradients. Before the
+first call a small one is tried and compared with the reference.
 """
 
 __all__ = ["LIBRARIES"]

@@ -13,12 +13,16 @@ from accel._peers.limits import require
 
 __all__ = ["OPS"]
 
-UNUSED_EPS = 0.0
-"""A backward needs eps for `memory_efficient` alone, which computes h from y."""
+NO_CLAMP = 0.0
+"""The backward's eps: a larger one would be the least size of a weight, by which it computes h from y where
+`memory_efficient` is set."""
+MAX_ELEMENTS = 2**31 - 1
+"""Its offsets are of 32 bits."""
 
 
 def _require_plain(x: Tensor, weight: Tensor, zero_centered: bool) -> None:
     require(x.numel() > 0, "no elements")
+    require(x.numel() <= MAX_ELEMENTS, f"{x.numel()} elements, more than {MAX_ELEMENTS}")
     require(weight.dtype == x.dtype, f"weights of {weight.dtype} for x of {x.dtype}")
     require(not zero_centered, "zero-centred weights")
 
@@ -41,7 +45,7 @@ def rms_norm_bwd(
     _require_plain(x, weight, zero_centered)
     dx, dweight = fused_layer_norm_cuda.rms_backward_affine(
         dy.contiguous(), rstd.reshape(-1), x.contiguous(), weight.shape, weight.contiguous(),
-        UNUSED_EPS, False,
+        NO_CLAMP, False,
     )  # fmt: skip
     return dx, dweight
 
@@ -65,7 +69,7 @@ def layer_norm_bwd(
     weight = weight.contiguous()
     dx, dweight, dbias = fused_layer_norm_cuda.backward_affine(
         dy.contiguous(), mean.reshape(-1), rstd.reshape(-1), x.contiguous(), weight.shape, weight,
-        weight, UNUSED_EPS, False,
+        weight, NO_CLAMP, False,
     )  # fmt: skip
     return dx, dweight, dbias
 

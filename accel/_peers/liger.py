@@ -1,14 +1,17 @@
 """Liger-Kernel's Triton kernels (arXiv:2410.10989), read at 0.8.5 and run in its tests' interpreter.
 
-    activation      SwiGLU and squared ReLU as they are: no bias, clamp value, offset or factor per row
+    activation      SwiGLU as it is: no bias, clamp value, offset or factor per row
     add_rms_norm    without a bias
     layer_norm      not zero-centred
     rms_norm        all of them
 
-A row has at most 65536 elements. The norms compute in fp32 (its casting mode "gemma"), as ours do; SwiGLU
-rounds silu(gate) before the product, squared ReLU computes in the dtype of x. Its GEGLU takes two tensors,
-which would be two copies; its cross entropy keeps the logits' exponentials in fp32, four bytes for each
-where ours keeps none: neither is offered.
+A row has at most 65536 elements. The norms compute in fp32 (its casting mode "gemma"), as ours do, but
+add_rms_norm's two gradients are added there, so that its bits are not those of the two steps; SwiGLU rounds
+silu(gate) before the product. The backwards of layer_norm and add_rms_norm are compiled anew for each number
+of rows that a processor gets, which packs of many lengths pay for.
+
+Not offered: its squared ReLU, which makes 0 of NaN; its GEGLU, which takes two tensors, so two copies; its
+cross entropy, which keeps the logits' exponentials in fp32, four bytes for each where ours keeps none.
 """
 
 from liger_kernel.ops.fused_add_rms_norm import (
@@ -16,7 +19,6 @@ from liger_kernel.ops.fused_add_rms_norm import (
     fused_add_rms_norm_forward,
 )
 from liger_kernel.ops.layer_norm import layer_norm_backward, layer_norm_forward
-from liger_kernel.ops.relu_squared import relu_squared_backward, relu_squared_forward
 from liger_kernel.ops.rms_norm import _CASTING_MODE_GEMMA, rms_norm_backward, rms_norm_forward
 from liger_kernel.ops.swiglu import swiglu_fused_gate_up_backward, swiglu_fused_gate_up_forward
 from liger_kernel.ops.utils import calculate_settings
@@ -136,7 +138,7 @@ def _require_plain(
     x: Tensor, bias: Tensor | None, probs: Tensor | None, kind: str, clamp_value: float | None, offset: float
 ) -> None:  # fmt: skip
     _require_rows(x)
-    require(kind in ("swiglu", "squared_relu"), kind)
+    require(kind == "swiglu", kind)
     require(bias is None, "a bias")
     require(probs is None, "a factor for each row")
     require(clamp_value is None, "a clamp value")
@@ -154,8 +156,6 @@ def activation_fwd(
 ) -> Tensor:
     """`accel::activation_fwd`."""
     _require_plain(x, bias, probs, kind, clamp_value, offset)
-    if kind == "squared_relu":
-        return relu_squared_forward(x.contiguous())
     return swiglu_fused_gate_up_forward(x.contiguous())[1]
 
 
@@ -171,10 +171,8 @@ def activation_bwd(
     """`accel::activation_bwd`."""
     _require_plain(x, bias, probs, kind, clamp_value, offset)
     none, another = x.new_empty(0), x.new_empty(0)
-    x, dy = x.contiguous(), dy.contiguous()
-    if kind == "squared_relu":
-        return relu_squared_backward(x, dy), none, another
-    return swiglu_fused_gate_up_backward(x, dy).view(x.shape), none, another
+    dx = swiglu_fused_gate_up_backward(x.contiguous(), dy.contiguous())
+    return dx.view(x.shape), none, another
 
 
 def activation_bwd_inplace(
@@ -188,7 +186,6 @@ def activation_bwd_inplace(
 ) -> tuple[Tensor, Tensor]:
     """`accel::activation_bwd_inplace`: x is contiguous."""
     _require_plain(x, bias, probs, kind, clamp_value, offset)
-    require(kind == "swiglu", f"{kind} in place")
     swiglu_fused_gate_up_backward(x, dy.contiguous(), in_place=True)
     return x.new_empty(0), x.new_empty(0)
 

@@ -15,15 +15,20 @@ from accel.ops.add_rms_norm import add_rms_norm_ref
 from accel.ops.layer_norm import layer_norm_ref
 from accel.ops.rms_norm import rms_norm_ref
 
-__all__ = ["DTYPES", "TRIALS"]
+__all__ = ["DTYPES", "STATISTICS", "TRIALS"]
 
 DTYPES = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """Tried in these, and the error allowed: its norm over the result's. Right ones have some 1e-7 and 0.004."""
+
+STATISTICS = ("mean", "rstd")
+"""Of rows, fp32 always."""
 
 Functions = Mapping[str, Callable[..., Any]]
 Results = Iterator[tuple[str, Tensor, Tensor]]
 ROWS, COLS = 37, 320
 """Neither a power of two nor a whole number of any block's rows."""
+MANY, FEW = 32771, 64
+"""Rows and columns of a norm of heads, for which a library may have another kernel."""
 EPS = 1e-5
 
 
@@ -37,15 +42,18 @@ def _inputs(
 
 
 def rms_norm(functions: Functions, dtype: torch.dtype, device: torch.device) -> Results:
+    """Also of the norm of many heads, and last zero-centred, which not every library takes."""
     forward, backward = functions["accel::rms_norm_fwd"], functions["accel::rms_norm_bwd"]
-    shapes = ((ROWS, COLS), (COLS,), (ROWS, COLS))
-    (x, weight, dy), (x32, weight32, dy32) = _inputs(dtype, device, *shapes)
-    wanted = rms_norm_ref(x32, weight32, EPS)
-    y, rstd = forward(x, weight, EPS, False)
-    yield "y", y, wanted
-    found = backward(dy, x, weight, rstd, False)
-    gradients = torch.autograd.grad(wanted, (x32, weight32), dy32)
-    yield from zip(("dx", "dweight"), found, gradients, strict=True)
+    for rows, cols, centred in ((ROWS, COLS, False), (MANY, FEW, False), (ROWS, COLS, True)):
+        shapes = ((rows, cols), (cols,), (rows, cols))
+        (x, weight, dy), (x32, weight32, dy32) = _inputs(dtype, device, *shapes)
+        wanted = rms_norm_ref(x32, weight32, EPS, zero_centered=centred)
+        y, rstd = forward(x, weight, EPS, centred)
+        yield "y", y, wanted
+        yield "rstd", rstd, (x32.square().mean(-1) + EPS).rsqrt()
+        found = backward(dy, x, weight, rstd, centred)
+        gradients = torch.autograd.grad(wanted, (x32, weight32), dy32)
+        yield from zip(("dx", "dweight"), found, gradients, strict=True)
 
 
 def layer_norm(functions: Functions, dtype: torch.dtype, device: torch.device) -> Results:
@@ -55,6 +63,8 @@ def layer_norm(functions: Functions, dtype: torch.dtype, device: torch.device) -
     wanted = layer_norm_ref(x32, weight32, bias32, EPS)
     y, mean, rstd = forward(x, weight, bias, EPS, False)
     yield "y", y, wanted
+    yield "mean", mean, x32.mean(-1)
+    yield "rstd", rstd, (x32.var(-1, correction=0) + EPS).rsqrt()
     found = backward(dy, x, weight, mean, rstd, False)
     gradients = torch.autograd.grad(wanted, (x32, weight32, bias32), dy32)
     yield from zip(("dx", "dweight", "dbias"), found, gradients, strict=True)
@@ -69,24 +79,22 @@ def add_rms_norm(functions: Functions, dtype: torch.dtype, device: torch.device)
     wanted = add_rms_norm_ref(x32, residual32, weight32, EPS)
     y, total, rstd = forward(x, residual, None, weight, EPS, False)
     yield from (("y", y, wanted[0]), ("total", total, wanted[1]))
+    yield "rstd", rstd, (wanted[1].square().mean(-1) + EPS).rsqrt()
     found = backward(*grads, total, weight, rstd, False)
     gradients = torch.autograd.grad(wanted, (x32, weight32), grads32)  # of residual as of x
     yield from zip(("dx", "dweight"), found, gradients, strict=True)
 
 
 def activation(functions: Functions, dtype: torch.dtype, device: torch.device) -> Results:
-    """SwiGLU and squared ReLU, also in place: the kinds that a library takes."""
-    forward, backward = functions["accel::activation_fwd"], functions["accel::activation_bwd"]
-    for kind, width in (("swiglu", 2 * COLS), ("squared_relu", COLS)):
-        (x, dy), (x32, dy32) = _inputs(dtype, device, (ROWS, width), (ROWS, COLS))
-        wanted = activation_ref(kind, x32)
-        (gradient,) = torch.autograd.grad(wanted, x32, dy32)
-        options = (None, None, kind, None, 0.0)
-        yield f"{kind}'s y", forward(x, *options, False), wanted
-        yield f"{kind}'s dx", backward(dy, x, *options)[0], gradient
-        if kind == "swiglu":
-            functions["accel::activation_bwd_inplace"](dy, x, *options)
-            yield "swiglu's dx in place", x, gradient
+    """SwiGLU, the kind that a library takes."""
+    (x, dy), (x32, dy32) = _inputs(dtype, device, (ROWS, 2 * COLS), (ROWS, COLS))
+    wanted = activation_ref("swiglu", x32)
+    (gradient,) = torch.autograd.grad(wanted, x32, dy32)
+    options = (None, None, "swiglu", None, 0.0)
+    yield "y", functions["accel::activation_fwd"](x, *options, False), wanted
+    yield "dx", functions["accel::activation_bwd"](dy, x, *options)[0], gradient
+    functions["accel::activation_bwd_inplace"](dy, x, *options)
+    yield "dx in place", x, gradient
 
 
 TRIALS = {

@@ -55,11 +55,17 @@ def register(
             library.impl(op, function, key, allow_override=override)
 
 
-def replace(library: torch.library.Library, op: str, kernel: Callable[..., Any], key: str) -> None:
+def replace(
+    library: torch.library.Library,
+    op: str,
+    kernel: Callable[..., Any],
+    key: str,
+    with_keyset: bool = False,
+) -> None:
     """Let `kernel` serve `op` for as long as `library` lives, in the place of one that is there."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered")
-        library.impl(op, kernel, key, allow_override=True)
+        library.impl(op, kernel, key, with_keyset=with_keyset, allow_override=True)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,24 +28,39 @@ __all__ = ["Served", "describe", "register"]
 
 logger = logging.getLogger("accel")
 
-PACKAGES = {"liger": ("liger_kernel", "liger-kernel"), "apex": ("fused_layer_norm_cuda", "apex")}
-"""The module that a library's kernels need, and the distribution that brings it."""
+
+class Package(NamedTuple):
+    """What a library's kernels need."""
+
+    module: str
+    distribution: str
+    written_for: str
+    how_to_install: str
+
+
+PACKAGES = {
+    "liger": Package("liger_kernel", "liger-kernel", "0.8.5", "pip install liger-kernel"),
+    "apex": Package(
+        "fused_layer_norm_cuda",
+        "apex",
+        "its source at 6424da3",
+        "build NVIDIA's Apex (github.com/NVIDIA/apex) with its CUDA extensions",
+    ),
+}
 
 
 def _missing(library: str) -> str | None:
-    module, distribution = PACKAGES[library]
-    if importlib.util.find_spec(module) is not None:
+    package = PACKAGES[library]
+    if importlib.util.find_spec(package.module) is not None:
         return None
-    return f"there is no module {module}: install {distribution}"
+    return f"there is no module {package.module}: {package.how_to_install}"
 
 
 class Served:
     """An op's parts by a library, and by ours where it is wrong on a device or does not take a call."""
 
-    def __init__(
-        self, library: str, op: str, theirs: Mapping[str, Callable], ours: Mapping[str, Callable]
-    ) -> None:
-        self.library, self.op, self.theirs, self.ours = library, op, theirs, ours
+    def __init__(self, library: str, op: str, theirs: Mapping[str, Callable]) -> None:
+        self.library, self.op, self.theirs = library, op, theirs
         self.mistakes: dict[torch.device, str | None] = {}
 
     def mistake(self, device: torch.device) -> str | None:
@@ -64,13 +79,13 @@ class Served:
         )  # it imports the ops, which import this
         for dtype, allowed in trials.DTYPES.items():
             try:
-                with (
-                    torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-                ):
+                with _on(device):
                     for what, got, wanted in trials.TRIALS[self.op](self.theirs, dtype, device):
-                        off = float((got.cpu().float() - wanted).norm() / wanted.norm())
-                        if got.dtype != dtype or not off <= allowed:  # so is NaN
-                            return f"its {what}, {got.dtype}, was off by {off:.2g} in a trial in {dtype}"
+                        due = torch.float32 if what in trials.STATISTICS else dtype
+                        if reason := _off(got, wanted.detach(), due, allowed):
+                            return f"in a trial in {dtype}, its {what} {reason}"
+            except NotTaken:
+                continue  # and what else there is to try: such calls go to ours
             except torch.OutOfMemoryError:
                 raise  # of no library: the call itself would not fit either
             except Exception as error:
@@ -78,27 +93,42 @@ class Served:
                 return f"a trial in {dtype} raised {type(error).__name__}: {first_line[:200]}"
         return None
 
-    def part(self, name: str) -> Callable[..., Any]:
-        """The function to be registered for `name`, say "accel::rms_norm_fwd"."""
-        theirs, ours = self.theirs[name], self.ours[name]
+    def part(self, name: str, key: str) -> Callable[..., Any]:
+        """The function to be registered for `name`, say "accel::rms_norm_fwd", with the keys of each call.
+        Ours is the kernel that is registered now."""
+        theirs, ours = self.theirs[name], torch.library.get_kernel(name, key)
 
-        def call(*args: Any) -> Any:
+        def call(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
             device = next(a.device for a in args if isinstance(a, Tensor))
             reason = self.mistake(device)
             if reason is None:
                 try:
-                    return theirs(*args)
+                    with _on(device):
+                        return theirs(*args)
                 except NotTaken as limit:
                     reason = str(limit)
             _warn_once(name, self.library, reason)
-            return ours(*args)
+            return ours.call_boxed(keys, *args)
 
         return call
 
 
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """With it the current one: most libraries launch on the current device's stream."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _off(got: Tensor, wanted: Tensor, dtype: torch.dtype, allowed: float) -> str | None:
+    """How a result is not the one that is wanted."""
+    if (got.shape, got.dtype) != (wanted.shape, dtype):
+        return f"was {list(got.shape)} {got.dtype}, not {list(wanted.shape)} {dtype}"
+    off = float((got.detach().cpu().float() - wanted).norm() / wanted.norm())
+    return None if off <= allowed else f"was off by {off:.2g}"  # so is NaN
+
+
 @functools.cache
 def _warn_once(name: str, library: str, reason: str) -> None:
-    logger.warning("%s: not by %s: %s", name.removeprefix("accel::"), library, reason)
+    logger.warning("%s: by accel, not by %s: %s", name.removeprefix("accel::"), library, reason)
 
 
 def register(choice: Choice, library: torch.library.Library, key: str) -> list[Served]:
@@ -115,17 +145,24 @@ def register(choice: Choice, library: torch.library.Library, key: str) -> list[S
     served = []
     for name in LIBRARIES:
         for op in choice.asked_of(name):
-            if missing := _missing(name):
-                raise RuntimeError(f"{VARIABLE}: {op}={name}: {missing}")
-            try:
-                theirs = importlib.import_module(f"accel._peers.{name}").OPS[op]
-            except ImportError as error:
-                raise RuntimeError(f"{VARIABLE}: {op}={name}: {error}") from error
-            ours = _launchers.kernels("accel._triton")
-            served.append(Served(name, op, theirs, ours))
-            for part in theirs:
-                _launchers.replace(library, part, served[-1].part(part), key)
+            served.append(Served(name, op, _kernels(name, op)))
+            for part in served[-1].theirs:
+                _launchers.replace(library, part, served[-1].part(part, key), key, with_keyset=True)
     return served
+
+
+def _kernels(library: str, op: str) -> Mapping[str, Callable]:
+    if missing := _missing(library):
+        raise RuntimeError(f"{VARIABLE}: {op}={library}: {missing}")
+    try:
+        found: Mapping[str, Callable] = importlib.import_module(f"accel._peers.{library}").OPS[op]
+    except Exception as error:  # of any kind, where its release, PyTorch's and Triton's do not fit
+        package = PACKAGES[library]
+        raise RuntimeError(
+            f"{VARIABLE}: {op}={library}: {type(error).__name__}: {error}; written for "
+            f"{package.written_for}, found {_version(package.distribution)}"
+        ) from error
+    return found
 
 
 def describe(choice: Choice) -> str | None:
@@ -138,18 +175,17 @@ def describe(choice: Choice) -> str | None:
         return None
     parts = []
     for op, name in choice.by_op.items():
+        by = name
         if name in PACKAGES:
             if missing := _missing(name):
                 raise RuntimeError(f"{VARIABLE}: {op}={name}: {missing}")
-            name = f"{name} {_version(PACKAGES[name][1])} (where a trial of it is right)".replace(
-                "  ", " "
-            )
-        parts.append(f"{op} by {name}")
-    return f"kernels on CUDA: {choice.every}, {', '.join(parts)}"
+            by = f"{name} {_version(PACKAGES[name].distribution)}, if a trial of it is right"
+        parts.append(f"{op} by {by}")
+    return f"kernels on CUDA where accel calls the op: {choice.every}, {'; '.join(parts)}"
 
 
 def _version(distribution: str) -> str:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return ""
+        return "of no version"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import os
 import queue
 import threading
@@ -121,15 +122,20 @@ def test_a_host_that_forbids_it_is_named_and_harmed_by_nothing(
 
 
 def names() -> list[str]:
-    return [(t / "comm").read_text().strip() for t in Path("/proc/self/task").iterdir()]
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            found.append((task / "comm").read_text().strip())
+    return found
 
 
 def policies() -> dict[str, set[int]]:
     """Of the threads by name."""
     found: dict[str, set[int]] = {}
     for task in Path("/proc/self/task").iterdir():
-        name = (task / "comm").read_text().strip()
-        found.setdefault(name, set()).add(os.sched_getscheduler(int(task.name)))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            name = (task / "comm").read_text().strip()
+            found.setdefault(name, set()).add(os.sched_getscheduler(int(task.name)))
     return found
 
 

@@ -647,4 +647,5 @@ def test_a_rank_that_does_not_come_is_named(fate: str, how: str, tmp_path: Path)
             )
             assert reason in line
         seconds = [float(line.partition(" s")[0]) for line in lines]
+        assert seconds[0] < 50, "half the group's time-out"
         assert seconds[1] < 4, "the group's time-out once more"

@@ -62,7 +62,8 @@ def test_durations_are_those_on_the_ranks(tmp_path: Path) -> None:
     whole = time.monotonic() - start
     shown = re.findall(r"([0-9.]+)s call +test_two.py::(test_\w+)", done.stdout)
     seconds = {name: float(number) for number, name in shown}
-    assert 3 <= seconds["test_long"] <= whole, done.stdout
+    assert seconds["test_long"] >= 3, done.stdout
+    assert seconds["test_long"] + seconds["test_short"] < whole - 1, "the launches are not in them"
     assert seconds["test_short"] < whole - 3, "the launch without the other test"
 
 

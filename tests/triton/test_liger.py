@@ -3,6 +3,7 @@
 What they do not take goes to our Triton kernels, under the same contract, and is told.
 """
 
+import importlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from accel.ops import _dispatch, _peers, rms_norm, rms_norm_ref, squared_relu, swiglu
+from accel._peers import LIBRARIES, trials
+from accel.ops import _dispatch, _peers, rms_norm, rms_norm_ref, swiglu
 from accel.ops._kernel_choice import Choice
 from accel.ops.activation import activation_ref
 from tests.ops import test_activation, test_add_rms_norm, test_layer_norm, test_rms_norm
@@ -22,7 +24,8 @@ from tests.ops.norm_contract import DTYPES
 from tests.triton.conftest import to_bf16
 from tests.triton.harness import DEVICE, HAS_GPU, OnTriton
 
-liger = pytest.importorskip("accel._peers.liger", reason="Liger-Kernel is not installed")
+pytest.importorskip("liger_kernel", reason="Liger-Kernel is not installed")
+liger = importlib.import_module("accel._peers.liger")
 
 SHAPES = [(4, 64), (3, 5, 127), (1, 33), (37, 1), (129, 24)]
 
@@ -89,6 +92,8 @@ def served(triton_kernels) -> Iterator[Calls]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
+        if not HAS_GPU:
+            patch.setattr(trials, "MANY", 50)  # a trial takes long enough
         for op, parts in liger.OPS.items():
             patch.setitem(liger.OPS, op, {p: counted(p, kernel) for p, kernel in parts.items()})
         _peers.register(choice, library, key)
@@ -126,6 +131,10 @@ class TestRmsNorm(OnLiger, OnTriton, test_rms_norm.TestRmsNorm):
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     def test_matches_reference(self, shape, dtypes, zero_centered):
         self.check(self.norm_inputs(shape, dtypes, zero_centered=zero_centered))
+
+    @pytest.mark.parametrize("dtypes", DTYPES[:2], ids=str)
+    def test_many_heads_have_another_kernel(self, dtypes):
+        self.check(self.norm_inputs((32771, 64), dtypes))
 
 
 class TestAddRmsNorm(OnLiger, OnTriton, test_add_rms_norm.TestAddRmsNorm):
@@ -165,7 +174,8 @@ class TestLayerNorm(OnLiger, OnTriton, test_layer_norm.TestLayerNorm):
         self.check(self.norm_inputs(shape, dtypes, zero_centered=zero_centered))
 
 
-class ActivationOnLiger(OnLiger):
+class TestSwiglu(OnLiger, OnTriton, test_activation.TestSwiglu):
+    op = staticmethod(swiglu)
     test_opcheck = None  # ours, of each op once, are in test_activation
     test_gradient_at_the_clamp_value_is_torchs = None
     parts = {"accel::activation_fwd", "accel::activation_bwd"}
@@ -179,10 +189,6 @@ class ActivationOnLiger(OnLiger):
     def test_matches_reference(self, shape, dtype):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3
         self.check(self.activation_inputs(x.to(dtype), False, False, limited=False))
-
-
-class TestSwiglu(ActivationOnLiger, OnTriton, test_activation.TestSwiglu):
-    op = staticmethod(swiglu)
 
     def test_the_gradient_in_place(self, served):
         x = self.plain_inputs().tensors[0]
@@ -198,8 +204,8 @@ class TestSwiglu(ActivationOnLiger, OnTriton, test_activation.TestSwiglu):
         assert torch.equal(hidden.detach().cpu(), before.grad.cpu())
 
 
-class TestSquaredRelu(ActivationOnLiger, OnTriton, test_activation.TestSquaredRelu):
-    op = staticmethod(squared_relu)
+def test_it_serves_what_the_table_of_contents_says():
+    assert tuple(sorted(liger.OPS)) == LIBRARIES["liger"]
 
 
 def test_what_is_not_taken_is_told_and_served_by_ours(served, caplog):
@@ -213,7 +219,7 @@ def test_what_is_not_taken_is_told_and_served_by_ours(served, caplog):
             y = swiglu(x, bias)
     assert torch.allclose(y.cpu(), activation_ref("swiglu", x, bias).cpu(), atol=1e-5)
     assert not served
-    assert [r.message for r in caplog.records] == ["activation_fwd: not by liger: a bias"]
+    assert [r.message for r in caplog.records] == ["activation_fwd: by accel, not by liger: a bias"]
 
 
 def test_rows_beyond_its_blocks(served):
