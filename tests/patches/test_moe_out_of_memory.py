@@ -14,7 +14,7 @@ from accel.feature import Context
 from accel.ops import _native
 from accel.patches import moe_out_of_memory
 
-from .moe_layer import EXPERTS, build, one_rank, step
+from .moe_layer import EXPERTS, TOKENS, build, one_rank, step
 
 needs_native = pytest.mark.skipif(_native.reason() is not None, reason=f"{_native.reason()}")
 MANY = 1 << 15
@@ -28,20 +28,24 @@ def explained() -> Iterator[None]:
         yield
 
 
-@needs_native
+def no_room(*args: Any) -> None:
+    raise torch.OutOfMemoryError("no room for 8 bytes")
+
+
 @pytest.mark.usefixtures("explained")
-@pytest.mark.parametrize("room", [18, 24, 40])
-def test_says_what_came_and_the_flag(room: int) -> None:
+@pytest.mark.parametrize("where", ["token_dispatch", "dispatch_postprocess", "experts"])
+def test_says_what_came_and_the_flag(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = build()
-    step(layer)
-    says = r"MoE layer 1: no memory for the \d+ tokens of this rank's experts, \d+ of them for expert \d: "
-    with (
-        pytest.raises(
-            torch.OutOfMemoryError, match=says + r"--moe-expert-capacity-factor bounds them"
-        ),
-        memory.limit(memory.memory_allocated() + (room << 20)),
-    ):
-        step(layer, MANY)
+    if where == "experts":
+        monkeypatch.setattr(layer.experts, "forward", no_room)
+    else:
+        monkeypatch.setattr(layer.token_dispatcher, where, no_room)
+    says = (
+        r"MoE layer 1: no memory for the \d+ tokens of this rank's experts, \d+ of them for expert \d: "
+        r"--moe-expert-capacity-factor bounds them\nno room for 8 bytes"
+    )
+    with pytest.raises(torch.OutOfMemoryError, match=says):
+        step(layer)
 
 
 @needs_native
@@ -50,7 +54,7 @@ def test_counts_are_those_of_the_experts() -> None:
     layer = build()
     with (
         pytest.raises(torch.OutOfMemoryError) as caught,
-        memory.limit(memory.memory_allocated() + (24 << 20)),
+        memory.limit(memory.memory_allocated() + (36 << 20)),
     ):
         step(layer, MANY)
     counts = layer.accel_tokens
@@ -61,25 +65,22 @@ def test_counts_are_those_of_the_experts() -> None:
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
-@needs_native
 @pytest.mark.usefixtures("explained")
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"moe_token_dispatcher_type": "allgather"}, f"the {TAKES} tokens .* bounds them"),
+        ({"moe_token_dispatcher_type": "allgather"}, f"the {2 * TOKENS} tokens .* bounds them"),
         (
             {"moe_expert_capacity_factor": 1.5},
             r"a --moe-expert-capacity-factor below 1\.5 takes fewer",
         ),
     ],
 )
-def test_other_layers(options: dict[str, Any], says: str) -> None:
+def test_other_layers(options: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = build(**options)
-    with (
-        pytest.raises(torch.OutOfMemoryError, match=says),
-        memory.limit(memory.memory_allocated() + (20 << 20)),
-    ):
-        step(layer, MANY)
+    monkeypatch.setattr(layer.experts, "forward", no_room)
+    with pytest.raises(torch.OutOfMemoryError, match=says):
+        step(layer)
 
 
 @pytest.mark.usefixtures("explained")
