@@ -20,13 +20,15 @@ import importlib.util
 import inspect
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from accel.ops._trial import mistake
 
 __all__ = [
     "BACKENDS",
@@ -672,26 +674,19 @@ def _tried(backend: Backend, call: Call, device: torch.device) -> str | None:
     there = None if starts is None else starts.to(device)
     arguments = Arguments(there, there, None, call.width**-0.5, call.left, call.right, 0.0)
     qkv = (q.to(device), k.to(device), v.to(device))
-    try:
-        out, lse = backend.forward(*qkv, arguments)
-        grads = backend.backward(dout.to(device), *qkv, out, lse, arguments)
-    except torch.OutOfMemoryError:
-        raise  # of no library: the call itself would not fit either
-    except Exception as error:
-        first_line = (str(error).splitlines() or [""])[0]
-        return f"a trial raised {type(error).__name__}: {first_line[:200]}"
     window = (call.left, call.right)
     options: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "window": window}
-    q, k, v, dout = q.float(), k.float(), v.float(), dout.float()
-    right = attention_ref(q, k, v, **options)
-    right_grads = attention_gradients_ref(dout, q, k, v, *right, **options)
     names = ("out", "lse", "dq", "dk", "dv")
-    pairs = zip((out, lse, *grads), (*right, *right_grads), strict=True)
-    for what, (got, wanted) in zip(names, pairs, strict=True):
-        off = float((got.cpu().float() - wanted).norm() / wanted.norm())
-        if not off <= ERROR_OF_A_TRIAL:  # so is NaN
-            return f"its {what} was off by {off:.2g} in a trial"
-    return None
+
+    def results() -> Iterator[tuple[str, Tensor, Tensor]]:
+        out, lse = backend.forward(*qkv, arguments)
+        grads = backend.backward(dout.to(device), *qkv, out, lse, arguments)
+        wide = (q.float(), k.float(), v.float())
+        right = attention_ref(*wide, **options)
+        right_grads = attention_gradients_ref(dout.float(), *wide, *right, **options)
+        yield from zip(names, (out, lse, *grads), (*right, *right_grads), strict=True)
+
+    return mistake(results, ERROR_OF_A_TRIAL)
 
 
 @functools.lru_cache(maxsize=4096)

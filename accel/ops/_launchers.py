@@ -6,7 +6,6 @@ functions is.
 
 import functools
 import importlib
-import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from accel.ops import _native
 
-__all__ = ["kernels", "module", "modules", "register", "registered", "replace"]
+__all__ = ["kernels", "module", "modules", "register", "registered"]
 
 
 def module(package: str, op: str) -> ModuleType:
@@ -53,19 +52,6 @@ def register(
     for op, function in functions.items():
         if override or not torch._C._dispatch_has_kernel_for_dispatch_key(op, key):
             library.impl(op, function, key, allow_override=override)
-
-
-def replace(
-    library: torch.library.Library,
-    op: str,
-    kernel: Callable[..., Any],
-    key: str,
-    with_keyset: bool = False,
-) -> None:
-    """Let `kernel` serve `op` for as long as `library` lives, in the place of one that is there."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered")
-        library.impl(op, kernel, key, with_keyset=with_keyset, allow_override=True)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from accel._peers import LIBRARIES
 from accel._peers.limits import NotTaken
-from accel.ops import _launchers
 from accel.ops._kernel_choice import VARIABLE, Choice
+from accel.ops._trial import mistake
 
 __all__ = ["Served", "describe", "register"]
 
@@ -78,19 +78,17 @@ class Served:
             "accel._peers.trials"
         )  # it imports the ops, which import this
         for dtype, allowed in trials.DTYPES.items():
-            try:
-                with _on(device):
+
+            def results(dtype: torch.dtype = dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
+                with _on(device), contextlib.suppress(NotTaken):  # such calls go to ours
                     for what, got, wanted in trials.TRIALS[self.op](self.theirs, dtype, device):
                         due = torch.float32 if what in trials.STATISTICS else dtype
-                        if reason := _off(got, wanted.detach(), due, allowed):
-                            return f"in a trial in {dtype}, its {what} {reason}"
-            except NotTaken:
-                continue  # and what else there is to try: such calls go to ours
-            except torch.OutOfMemoryError:
-                raise  # of no library: the call itself would not fit either
-            except Exception as error:
-                first_line = (str(error).splitlines() or [""])[0]
-                return f"a trial in {dtype} raised {type(error).__name__}: {first_line[:200]}"
+                        if got.dtype != due:
+                            raise TypeError(f"its {what} is {got.dtype}, not {due}")
+                        yield what, got, wanted
+
+            if reason := mistake(results, allowed):
+                return f"{reason} in {dtype}"
         return None
 
     def part(self, name: str, key: str) -> Callable[..., Any]:
@@ -118,14 +116,6 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _off(got: Tensor, wanted: Tensor, dtype: torch.dtype, allowed: float) -> str | None:
-    """How a result is not the one that is wanted."""
-    if (got.shape, got.dtype) != (wanted.shape, dtype):
-        return f"was {list(got.shape)} {got.dtype}, not {list(wanted.shape)} {dtype}"
-    off = float((got.detach().cpu().float() - wanted).norm() / wanted.norm())
-    return None if off <= allowed else f"was off by {off:.2g}"  # so is NaN
-
-
 @functools.cache
 def _warn_once(name: str, library: str, reason: str) -> None:
     logger.warning("%s: by accel, not by %s: %s", name.removeprefix("accel::"), library, reason)
@@ -147,7 +137,9 @@ def register(choice: Choice, library: torch.library.Library, key: str) -> list[S
         for op in choice.asked_of(name):
             served.append(Served(name, op, _kernels(name, op)))
             for part in served[-1].theirs:
-                _launchers.replace(library, part, served[-1].part(part, key), key, with_keyset=True)
+                library.impl(
+                    part, served[-1].part(part, key), key, with_keyset=True, allow_override=True
+                )
     return served
 
 

@@ -48,6 +48,6 @@ def _by_op(choice: Choice) -> None:
     library = torch.library.Library("accel", "IMPL")
     for op in choice.asked_of("triton"):
         for part, kernel in _launchers.module(PACKAGE, op).KERNELS.items():
-            _launchers.replace(library, part, kernel, "CUDA")
+            library.impl(part, kernel, "CUDA", allow_override=True)
     _peers.register(choice, library, "CUDA")
     _ASKED.append(library)

@@ -35,9 +35,8 @@ def on_the_way(original: Callable[..., Any]) -> Callable[..., Any]:
         self.accel_tokens = None
         with _explained(self):
             found = original(self, *args, **kwargs)
-        self.accel_tokens = _counts(
-            self.token_dispatcher
-        )  # which forgets them when the experts begin
+        # the dispatcher forgets them when the experts begin
+        self.accel_tokens = _counts(self.token_dispatcher)
         return found
 
     return dispatch

@@ -1,4 +1,4 @@
-"""Ops on tensors of more than 2^31 elements: `make test-huge`, some ten minutes and 20 GiB.
+"""Ops on tensors of more than 2^31 elements: `make test-huge`, some minutes and 20 GiB.
 
 A tensor repeats a block of P rows, P a prime, so that an offset that wraps at 2^31 or 2^32 elements or bytes
 meets another row. Where rows do not know of each other, each row of a result must have the very bits that it

@@ -216,13 +216,16 @@ class TestTrials:
     @pytest.mark.parametrize(
         ("change", "reason"),
         [
-            (lambda dx, dw: (dx * 1.01, dw), r"in torch\.float32, its dx was off by 0\.01"),
+            (
+                lambda dx, dw: (dx * 1.01, dw),
+                r"its dx was off by 0\.01 in a trial in torch\.float32",
+            ),
             (lambda dx, dw: (dx, dw * torch.nan), r"its dweight was off by nan"),
             (
                 lambda dx, dw: (dx.double(), dw),
-                r"its dx was \[37, 320\] torch\.float64, not \[37, 320\]",
+                r"raised TypeError: its dx is torch\.float64, not torch\.float32",
             ),
-            (lambda dx, dw: (dx, dw[:1]), r"its dweight was \[1\] torch\.float32, not \[320\]"),
+            (lambda dx, dw: (dx, dw[:1]), r"its dweight was \[1\], not \[320\], in a trial"),
             (lambda dx, dw: 1 / 0, "raised ZeroDivisionError"),
         ],
     )

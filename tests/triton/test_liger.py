@@ -60,16 +60,12 @@ def interpreted() -> Iterator[None]:
         sides = ((side.data.astype(np.uint32) << 16).view(np.float32) for side in (lhs, rhs))
         return interpreter.TensorHandle(to_bf16(op(*sides)), tl.bfloat16)
 
-    def constant(self: Any, value: float) -> Any:
-        return interpreter.TensorHandle(to_bf16(np.array([value])), tl.bfloat16)
-
     def rsqrt(x: Any) -> Any:
         return tl.rsqrt(x)  # as the interpreter has it by then
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_implicit_cvt", with_floats)
         patch.setattr(interpreter.InterpreterBuilder, "binary_op", with_bf16)
-        patch.setattr(interpreter.InterpreterBuilder, "get_bf16", constant, raising=False)
         for module in ("fused_add_rms_norm", "layer_norm", "rms_norm"):
             patch.setattr(f"liger_kernel.ops.{module}.rsqrt", rsqrt)
         yield
