@@ -49,11 +49,11 @@ PACKAGES = {
 }
 
 
-def _missing(library: str) -> str | None:
+def _require_installed(library: str, op: str) -> None:
     package = PACKAGES[library]
-    if importlib.util.find_spec(package.module) is not None:
-        return None
-    return f"there is no module {package.module}: {package.how_to_install}"
+    if importlib.util.find_spec(package.module) is None:
+        why = f"there is no module {package.module}: {package.how_to_install}"
+        raise RuntimeError(f"{VARIABLE}: {op}={library}: {why}")
 
 
 class Served:
@@ -74,9 +74,8 @@ class Served:
         return self.mistakes[device]
 
     def _tried(self, device: torch.device) -> str | None:
-        trials = importlib.import_module(
-            "accel._peers.trials"
-        )  # it imports the ops, which import this
+        # by name: it imports the ops, which import this
+        trials = importlib.import_module("accel._peers.trials")
         for dtype, allowed in trials.DTYPES.items():
 
             def results(dtype: torch.dtype = dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -144,8 +143,7 @@ def register(choice: Choice, library: torch.library.Library, key: str) -> list[S
 
 
 def _kernels(library: str, op: str) -> Mapping[str, Callable]:
-    if missing := _missing(library):
-        raise RuntimeError(f"{VARIABLE}: {op}={library}: {missing}")
+    _require_installed(library, op)
     try:
         found: Mapping[str, Callable] = importlib.import_module(f"accel._peers.{library}").OPS[op]
     except Exception as error:  # of any kind, where its release, PyTorch's and Triton's do not fit
@@ -169,8 +167,7 @@ def describe(choice: Choice) -> str | None:
     for op, name in choice.by_op.items():
         by = name
         if name in PACKAGES:
-            if missing := _missing(name):
-                raise RuntimeError(f"{VARIABLE}: {op}={name}: {missing}")
+            _require_installed(name, op)
             by = f"{name} {_version(PACKAGES[name].distribution)}, if a trial of it is right"
         parts.append(f"{op} by {by}")
     return f"kernels on CUDA where accel calls the op: {choice.every}, {'; '.join(parts)}"

@@ -280,7 +280,7 @@ def test_a_missing_library_is_an_error(monkeypatch):
 
 
 def test_a_library_that_cannot_be_imported_is_an_error(monkeypatch):
-    monkeypatch.setattr(_peers, "_missing", lambda library: None)
+    monkeypatch.setattr(_peers, "_require_installed", lambda library, op: None)
     monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", None)
     library = torch.library.Library("accel", "IMPL")
     with pytest.raises(
@@ -291,7 +291,7 @@ def test_a_library_that_cannot_be_imported_is_an_error(monkeypatch):
 
 
 def test_the_line_at_the_start(monkeypatch):
-    monkeypatch.setattr(_peers, "_missing", lambda library: None)
+    monkeypatch.setattr(_peers, "_require_installed", lambda library, op: None)
     monkeypatch.setattr(_peers, "_version", lambda distribution: "0.8.5")
     assert _peers.describe(Choice("triton", {})) is None
     assert (
