@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from accel.feature import PRESETS, Context, Feature
+from accel.patches import _mindspeed
 from accel.patching import Patch
 from accel.upstream import megatron_version
 
@@ -24,39 +25,7 @@ __all__ = ["ALIASES", "HOOKS", "MODULE", "add_options"]
 
 MODULE = "megatron.training.arguments"
 
-ALIASES = {
-    "--use-fused-rmsnorm": "--accel-fused-norm",
-    "--use-fused-rotary-pos-emb": "--accel-fused-rope",
-    "--use-fused-swiglu": "--accel-fused-activation",
-    "--use-fused-moe-token-permute-and-unpermute": "--accel-fused-moe-permute",
-    "--gemm-gradient-accumulation-fusion": "--accel-fused-weight-gradient",
-    "--reuse-fp32-param": "--accel-shared-weights",
-    "--swap-optimizer": "--accel-host-optimizer",
-    "--virtual-optimizer": "--accel-host-optimizer",
-    "--recompute-activation-function": "--accel-recompute-activation",
-    "--recompute-activation-function-num-layers": "--accel-recompute-activation-num-layers",
-    "--recompute-norm": "--accel-recompute-norm",
-    "--recompute-norm-num-layers": "--accel-recompute-norm-num-layers",
-    "--swap-attention": "--accel-swap-attention",
-    "--swap-modules": "--accel-swap-attention-modules",
-    "--schedules-method": "--accel-schedule",
-    "--use-ascend-coc": "--accel-tp-overlap",
-    "--use-ascend-mc2": "--accel-tp-overlap",
-    "--coc-parallel-num": "--accel-tp-overlap-chunks",
-    "--context-parallel-algo": "--accel-context-parallel-algo",
-    "--ulysses-degree-in-cp": "--accel-context-parallel-ulysses-degree",
-    "--cp-window-size": "--accel-context-parallel-window",
-    "--use-cp-send-recv-overlap": "--accel-context-parallel",
-    "--context-parallel-kv-cache-policy": "--accel-context-parallel-keep",
-    "--context-parallel-kv-cache-interval": "--accel-context-parallel-keep-interval",
-    "--context-parallel-cache-interval": "--accel-context-parallel-keep-interval",
-    "--attention-mask-type": "--accel-context-parallel-mask-type",
-    "--moe-tp-extend-ep": "--accel-moe-tp-extend-ep",
-    "--moe-alltoall-overlap-comm": "--accel-moe-overlap",
-    "--balanced-moe-experts": "--accel-hot-experts",
-    "--balanced-moe-hot-expert-num": "--accel-hot-experts-number",
-    "--accel-tp-chunks": "--accel-tp-overlap-chunks",
-}
+ALIASES = {**_mindspeed.ALIASES, "--accel-tp-chunks": "--accel-tp-overlap-chunks"}
 """MindSpeed's spelling -> ours; and a short one of our own."""
 
 HOOKS = (
@@ -242,20 +211,25 @@ def _spellings(flag: str) -> list[str]:
 
 def _reject_misspelt(parser: argparse.ArgumentParser) -> None:
     """One line and exit status 2 for an unknown ``--accel-*`` flag, even where unknown flags are
-    ignored."""
+    ignored; and a line for what MindSpeed's mean here, which Megatron then refuses or ignores."""
     parse_known_args = parser.parse_known_args
 
     def checked(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         """Also remembers accel's flags: with ``--yaml-cfg`` Megatron drops what was parsed."""
-        known = [s for action in parser._actions for s in action.option_strings if "accel-" in s]
-        for word in sys.argv[1:] if args is None else args:
+        words = sys.argv[1:] if args is None else args
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        known = [s for s in parser._option_string_actions if "accel-" in s]
+        for word in words:
             flag = word.partition("=")[0]
             if flag.startswith(("--accel-", "--no-accel-")) and flag not in known:
                 near = difflib.get_close_matches(flag, known, n=1)
-                if os.environ.get("LOCAL_RANK", "0") == "0":
+                if first:
                     hint = f"did you mean {near[0]}?" if near else "see python -m accel features"
                     print(f"accel: unknown flag {flag}; {hint}", file=sys.stderr)
                 raise SystemExit(2)
+        if first:
+            for hint in _mindspeed.hints(words, parser._option_string_actions):
+                print(f"accel: {hint}", file=sys.stderr)
         parsed = parse_known_args(args, namespace)
         _PARSED.update({k: v for k, v in vars(parsed[0]).items() if k.startswith("accel_")})
         return parsed

@@ -1,14 +1,14 @@
-"""Ops on tensors of more than 2^31 elements: `make test-huge`, some minutes and 20 GiB.
+"""Ops on tensors of more than 2^31 elements: `make test-huge`, some minutes and 20 GiB, and as much of disk.
 
 A tensor repeats a block of P rows, P a prime, so that an offset that wraps at 2^31 or 2^32 elements or bytes
 meets another row. Where rows do not know of each other, each row of a result must have the very bits that it
-has in the result for the block alone; what is summed over all rows is held against the sum in fp64.
-
-AdamW is not here: parameters of 2^31 elements and their states are 28 GiB at least.
+has in the result for the block alone; what is summed over all rows is held against the sum in fp64. The
+moments of AdamW are files on disk, as with them its tensors are 28 GiB.
 """
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from accel.ops import (
+    adamw,
     add_rms_norm,
     attention,
     cross_entropy,
@@ -56,6 +57,7 @@ GIB = {
     "test_grouped_gemm": 16,
     "test_gemm_accumulate": 10,
     "test_multi_tensor": 10,
+    "test_adamw": 16,
     "test_topk_router": 17,
     "test_moe_permute_and_unpermute": 13,
 }
@@ -319,6 +321,33 @@ def test_multi_tensor():
     out = torch.empty_like(x)
     scale([x], [out], 0.5)
     assert_repeats(out.view(-1), (few * 0.5).repeat(1021)[: P * 1021])
+
+
+def test_adamw(tmp_path: Path):
+    numel = LIMIT + 2 * P + 17
+    on_disk = 2 * 4 * numel
+    if (there := psutil.disk_usage(str(tmp_path)).free) < on_disk:
+        pytest.skip(f"needs {on_disk >> 30} GiB of disk, has {there / 2**30:.1f}")
+    # a weight in two halves, its gradient, its moments
+    few = [draw(P), torch.arange(P, dtype=torch.int16), draw(P, seed=1)]
+    few += [draw(P, dtype=torch.float32, seed=2), draw(P, dtype=torch.float32, seed=3).square()]
+    times = 1021  # fewer and larger copies
+    large = [repeated(t.repeat(times), numel) for t in few[:3]]
+    for i, moment in enumerate(few[3:]):
+        file = torch.from_file(str(tmp_path / f"moment_{i}"), shared=True, size=numel)
+        large.append(fill(file, moment.repeat(times)))
+    for w, remainder, grad, m, v in (few, large):
+        adamw(
+            *([t] for t in (w, grad, m, v)),
+            [torch.tensor(2.0)],
+            remainders=[remainder],
+            lr=0.1,
+            betas=(0.9, 0.99),
+            eps=1e-8,
+            weight_decay=0.01,
+        )
+    for got, wanted in zip(large, few, strict=True):
+        assert_repeats(got, wanted.repeat(times))
 
 
 def test_topk_router():
