@@ -391,6 +391,23 @@ def _check_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, device: torch.devi
         )
 
 
+def _check_results(dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Raise `ValueError` for what `attention` does not give for these q and v."""
+    of_rows = [*q.shape[:-1], v.shape[-1]]
+    of_lse = [q.shape[1], q.shape[0]] if q.ndim == 3 else [q.shape[1], q.shape[2], q.shape[0]]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    for name, t, shape, dtype in (
+        ("dout", dout, of_rows, q.dtype),
+        ("out", out, of_rows, q.dtype),
+        ("lse", lse, of_lse, wide),
+    ):
+        if list(t.shape) != shape or t.dtype != dtype or t.device != q.device:
+            raise ValueError(
+                f"attention_gradients: {name} must be {dtype} {shape} on {q.device}, "
+                f"got {t.dtype} {list(t.shape)} on {t.device}"
+            )
+
+
 def attention_gradients(
     dout: Tensor,
     q: Tensor,
@@ -412,13 +429,18 @@ def attention_gradients(
     The parts' gradients add up to the whole attention's if `out` and `lse` are the whole's.
 
     Args:
-        dout, out: `[Q, B, H, E]`, dtype of q. The others: as for :func:`attention`.
-        lse: `[B, H, Q]` fp32.
+        dout, out: `[Q, B, H, E]` (a pack: `[T, H, E]`), dtype of q.
+        lse: `[B, H, Q]` (a pack: `[H, T]`), fp32; fp64 for fp64.
+        The others: as for :func:`attention`.
 
     Returns:
         dq, dk, dv: shapes and dtype of q, k and v.
+
+    Raises:
+        ValueError: as :func:`attention`, and where `dout`, `out` or `lse` do not fit q and v.
     """
     _check(q, k, v, window, cu_seqlens_q, cu_seqlens_k, dropout, seed)
+    _check_results(dout, q, v, out, lse)
     scale = _scale(q, softmax_scale)
     left, right = _limits(causal, window)
     if unsupported_reason(q, scale):

@@ -1364,6 +1364,19 @@ void dispatch(at::ScalarType dtype, F f) {
   }
 }
 
+// [Q, B, H, E], or [T, H, E] of a pack.
+std::vector<int64_t> out_shape(const Tensor& q, const Tensor& v) {
+  std::vector<int64_t> shape = q.sizes().vec();
+  shape.back() = v.size(-1);
+  return shape;
+}
+
+// [B, H, Q], or [H, T] of a pack.
+std::vector<int64_t> lse_shape(const Tensor& q) {
+  return q.dim() == 3 ? std::vector{q.size(1), q.size(0)}
+                      : std::vector{q.size(1), q.size(2), q.size(0)};
+}
+
 std::tuple<Tensor, Tensor> attention_fwd_cpu(
     const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const std::optional<Tensor>& cu_q,
     const std::optional<Tensor>& cu_k, const std::optional<Tensor>& seed, double scale,
@@ -1373,11 +1386,8 @@ std::tuple<Tensor, Tensor> attention_fwd_cpu(
   const Tensor q = with_contiguous_rows(q_in);
   const Tensor k = with_contiguous_rows(k_in);
   const Tensor v = with_contiguous_rows(v_in);
-  std::vector<int64_t> shape = q.sizes().vec();
-  shape.back() = v.size(-1);
-  Tensor out = new_output(problem, shape, q.options());
-  shape = cu_q ? std::vector{q.size(1), q.size(0)} : std::vector{q.size(1), q.size(2), q.size(0)};
-  Tensor lse = at::full(shape, -kInfinity, q.options().dtype(at::kFloat));
+  Tensor out = new_output(problem, out_shape(q, v), q.options());
+  Tensor lse = at::full(lse_shape(q), -kInfinity, q.options().dtype(at::kFloat));
   if (out.numel() == 0) return {out, lse};
   dispatch(q.scalar_type(), [&]<typename T, typename E> {
     Forward<T, E>(
@@ -1396,10 +1406,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_bwd_cpu(
   const Problem problem =
       problem_of(q_in, k_in, v_in, cu_q, cu_k, seed, {scale, left, right, dropout});
   ACCEL_CHECK_VALUE(
-      dout_in.sizes() == out_in.sizes() && dout_in.scalar_type() == q_in.scalar_type() &&
-          out_in.scalar_type() == q_in.scalar_type() && out_in.numel() * q_in.size(-1) ==
-              q_in.numel() * v_in.size(-1) && out_in.dim() == q_in.dim() &&
-          lse_in.scalar_type() == at::kFloat && lse_in.numel() * q_in.size(-1) == q_in.numel(),
+      out_in.sizes() == out_shape(q_in, v_in) && dout_in.sizes() == out_in.sizes() &&
+          lse_in.sizes() == lse_shape(q_in) && dout_in.scalar_type() == q_in.scalar_type() &&
+          out_in.scalar_type() == q_in.scalar_type() && lse_in.scalar_type() == at::kFloat,
       "attention backward: dout ", dout_in.sizes(), ", out ", out_in.sizes(), " and lse ",
       lse_in.sizes(), " do not fit q ", q_in.sizes());
   const Tensor q = with_contiguous_rows(q_in);

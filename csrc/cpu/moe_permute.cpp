@@ -187,7 +187,7 @@ class RowMap {
   int64_t num_rows() const { return tokens_.size(); }
   int64_t token(int64_t row) const { return tokens_[row]; }  // -1: padding
   int64_t expert(int64_t row) const { return experts_[row]; }
-  int64_t num_experts() const { return num_experts_; }  // at least so many
+  int64_t last_expert() const { return last_expert_; }  // that has a row; 0 if none has
 
  private:
   void read(const char* op, const int64_t* map) {
@@ -204,7 +204,7 @@ class RowMap {
       if (place < base || place - base >= num_tokens_) {
         expert = place / num_tokens_;
         base = expert * num_tokens_;
-        num_experts_ = std::max(num_experts_, expert + 1);
+        last_expert_ = std::max(last_expert_, expert);
       }
       tokens_[row] = place - base;
       experts_[row] = expert;
@@ -225,7 +225,7 @@ class RowMap {
   }
 
   int64_t num_tokens_;
-  int64_t num_experts_ = 1;
+  int64_t last_expert_ = 0;
   std::vector<int64_t> tokens_;
   std::vector<int64_t> experts_;
   std::vector<int64_t> first_;
@@ -239,9 +239,9 @@ class Probs {
       : map_(map), by_row_(probs.dim() == 1), num_experts_(by_row_ ? 1 : probs.size(-1)) {
     const bool fits = by_row_ ? probs.size(0) == map.num_rows()
                               : probs.dim() == 2 && probs.size(0) == num_tokens &&
-            (map.num_experts() <= probs.size(1) || map.num_rows() == 0);
+            (map.last_expert() < probs.size(1) || map.num_rows() == 0);
     ACCEL_CHECK_VALUE(fits, op, ": probs must have shape [", map.num_rows(), "], one for each row, "
-                      "or [", num_tokens, ", E] with E at least ", map.num_experts(), ", got ",
+                      "or [", num_tokens, ", E] with E above ", map.last_expert(), ", got ",
                       probs.sizes());
   }
 

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 
 import pytest
 import torch
@@ -412,6 +413,31 @@ def test_rejects_a_pack_told_elsewhere(name):
     options[name] = options[name].to("meta")
     with pytest.raises(ValueError, match=f"{name} must be on the cpu like q, got meta"):
         attention(q, k, v, **options)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    [
+        ("out", [2, 6, 4, 24], torch.float32),  # as many numbers, of other rows
+        ("out", [6, 2, 4, 24], torch.bfloat16),
+        ("dout", [2, 6, 4, 24], torch.float32),
+        ("dout", [6, 2, 4], torch.float32),
+        ("lse", [6, 2, 4], torch.float32),
+        ("lse", [2, 4, 6], torch.bfloat16),
+    ],
+)
+def test_rejects_results_of_another_attention(name, shape, dtype):
+    q, k, v = (torch.randn(6, 2, heads, 24) for heads in (4, 1, 1))
+    given = {"dout": torch.randn_like(q), "out": torch.randn_like(q), "lse": torch.randn(2, 4, 6)}
+    given[name] = torch.randn(shape).to(dtype)
+    wanted = [2, 4, 6] if name == "lse" else [6, 2, 4, 24]
+    message = rf"{name} must be torch.float32 {re.escape(str(wanted))} on cpu, got {dtype}"
+    with pytest.raises(ValueError, match=message):
+        attention_gradients(given["dout"], q, k, v, given["out"], given["lse"])
+    dout, out, lse = given.values()
+    with pytest.raises(ValueError, match="do not fit q"):
+        torch.ops.accel.attention_bwd(dout, q, k, v, out, lse, None, None, None, 1.0, -1, -1, 0.0)
 
 
 @needs_native

@@ -281,7 +281,11 @@ def test_rejects(call, message):
         (lambda: moe_permute(X[:0], ROWS), "must be -1 or name one of 0 tokens, got 0"),
         (
             lambda: moe_permute(X, torch.tensor([7]), torch.ones(3, 2)),
-            r"\[3, E\] with E at least 3, got \[3, 2\]",
+            r"\[3, E\] with E above 2, got \[3, 2\]",
+        ),
+        (
+            lambda: moe_permute(X[:1], torch.tensor([2**63 - 1]), torch.ones(1, 2)),
+            rf"\[1, E\] with E above {2**63 - 1}, got \[1, 2\]",
         ),
         *(
             (
