@@ -162,6 +162,8 @@ def combine(stats: Tensor, target: Tensor, vocab_start: int, num_tokens: int, gr
     shift = local_max - stats[0]
     stats[1] *= shift.exp()
     is_here = (target >= vocab_start) & (target < vocab_start + num_tokens)
+    # differences to a maximum of -inf are NaN; to that of all ranks they are the shift, -inf
+    stats[2:].masked_fill_(local_max == -torch.inf, 0.0)
     stats[2] += shift.masked_fill(~is_here, 0.0)
     if stats.shape[0] == 4:
         stats[3] += num_tokens * shift
@@ -351,4 +353,4 @@ def _all_reduce_sum(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         return x
     total = x.detach().clone()
     dist.all_reduce(total, group=group)
-    return x + (total - x.detach())
+    return torch.where(total == x.detach(), x, x + (total - x.detach()))  # both may be -inf

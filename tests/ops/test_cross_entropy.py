@@ -327,5 +327,15 @@ def test_shards_of_the_vocabulary(dtype, smoothing):
             both = [torch.empty_like(loss) for _ in range(2)]
             dist.all_gather(both, loss)
             assert torch.equal(*both), "every rank has the same loss"
+        whole[
+            :2, :53
+        ] = -torch.inf  # a shard that the softmax leaves out, with the target or without
+        target[:2] = torch.tensor([5, 60])
+        losses = [
+            op(whole[:, rank], target, group=dist.group.WORLD, label_smoothing=smoothing)
+            for op in (cross_entropy, cross_entropy_ref)
+        ]
+        assert losses[0][0] == torch.inf
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)
     finally:
         dist.destroy_process_group()
