@@ -1,5 +1,5 @@
 """Writes docs/features/*.md, docs/benchmarks.md and the pages about schedules, overlap, context
-parallelism, experts and GPUs from what they are about.
+parallelism, experts, GPUs and MindSpeed's flags from what they are about.
 
     python docs/generate.py [--check]
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ import schedules
 
 from accel.cli.features import describe
 from accel.feature import Feature
-from accel.patches import FEATURES
+from accel.patches import FEATURES, _mindspeed
 from accel.testing.bench import advantage, outcome
 
 DOCS = Path(__file__).parent
@@ -35,6 +36,7 @@ def pages() -> dict[Path, str]:
     made = {DOCS / "features" / f"{feature.name}.md": feature_page(feature) for feature in FEATURES}
     made[DOCS / "features" / "README.md"] = overview()
     made[DOCS / "benchmarks.md"] = benchmarks_page()
+    made[DOCS / "mindspeed.md"] = mindspeed_page()
     for module in (overlap, attention_map, experts):
         made |= module.pages(DOCS, GENERATED)
     made |= gpu.pages(DOCS, GENERATED, table)
@@ -102,6 +104,40 @@ def benchmarks_page() -> str:
     ]
     for report in reports():
         parts += [f"## {report['name']}", about(report), measurements(report)]
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def mindspeed_page() -> str:
+    """Which flags of MindSpeed are taken as they are, and what to write for the others."""
+
+    def written(text: str) -> str:
+        return re.sub(r"--[\w-]+|python -m accel \w+|HCCL_\w+", r"`\g<0>`", text)
+
+    taken: dict[str, list[str]] = {}
+    for theirs, ours in _mindspeed.ALIASES.items():
+        taken.setdefault(ours, []).append(theirs)
+    served: dict[str, list[str]] = {}
+    for theirs, text in _mindspeed.INSTEAD.items():
+        served.setdefault(text, []).append(theirs)
+    nothing = served.pop(_mindspeed.NOTHING)
+    flags = ", ".join
+    parts = [
+        GENERATED,
+        "# Coming from MindSpeed",
+        "Write `import accel.megatron_adaptor` for `import mindspeed.megatron_adaptor`, with Megatron "
+        "as it comes from NVIDIA (megatron-core 0.17.1, 0.18.2 or 0.19.2). Megatron's parser then takes "
+        "these flags of MindSpeed's as accel's:",
+        table(
+            ("MindSpeed", "accel"),
+            [(written(flags(theirs)), written(ours)) for ours, theirs in taken.items()],
+        ),
+        "Of the others a line says what serves instead, before Megatron refuses them:",
+        table(
+            ("MindSpeed", "instead"),
+            [(written(flags(theirs)), written(text)) for text, theirs in served.items()],
+        ),
+        f"Nothing here does what these do: {written(flags(nothing))}.",
+    ]
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
