@@ -15,7 +15,7 @@ from accel.parallel.experts import load
 from accel.parallel.experts.load import LayerLoad, Recorder
 from accel.patching import Patch
 
-__all__ = ["DROPPING", "ROUTING", "layer_of", "of_all_ranks", "uncounted_routers"]
+__all__ = ["DROPPING", "ROUTING", "layer_of", "number_of", "of_all_ranks", "uncounted_routers"]
 
 _HERE = "accel.patches._expert_counts"
 _MOE = "megatron.core.transformer.moe"
@@ -28,6 +28,12 @@ _WANTED: list[Tensor] = []
 def layer_of(router: Any) -> int:
     """From 1 through all pipeline stages; those of multi-token prediction behind all others."""
     return int(router.layer_number) + (router.config.num_layers if router.is_mtp_layer else 0)
+
+
+def number_of(layer: Any) -> int | None:
+    """`layer_of` an MoE layer's router, for errors; of a layer by itself, what it was given."""
+    numbered = layer.router.layer_number is not None
+    return layer_of(layer.router) if numbered else layer.layer_number
 
 
 def counted(routing: Callable[..., Any]) -> Callable[..., Any]:

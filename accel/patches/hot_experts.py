@@ -17,8 +17,9 @@ counts before, so that the matrices travel beside the attention before the layer
 for a copy than the experts' products hide, and loads that change slowly. A rank may then get an expert for
 which it has no tokens.
 
-A rank that got copies holds their matrices from the forward to the backward of the layer. Where
-``moe_overlap`` leaves a layer to stock, its experts are not copied. **Not with** capacities that pad
+A rank that got copies holds their matrices from the forward to the backward of the layer; where only they do
+not fit beside the rows, that micro-batch goes without. Where ``moe_overlap`` leaves a layer to stock, its
+experts are not copied. **Not with** capacities that pad
 (``--moe-pad-expert-input-to-capacity``), where all experts have as many tokens.
 """
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from accel.feature import Context, Feature
+from accel.parallel.experts.room import what_bounds
+from accel.patches._expert_counts import number_of
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -74,11 +76,8 @@ def _told(layer: Any) -> str:
             f"the {int(counts.sum())} tokens of this rank's experts, {int(counts[hottest])} of them for "
             f"expert {layer.local_expert_indices[hottest]}"
         )
-    factor = layer.config.moe_expert_capacity_factor
-    bound = "--moe-expert-capacity-factor bounds them"
-    if factor is not None:
-        bound = f"a --moe-expert-capacity-factor below {factor:g} takes fewer"
-    return f"MoE layer {layer.layer_number}: no memory for {came}: {bound}"
+    bound = what_bounds(layer.config.moe_expert_capacity_factor)
+    return f"MoE layer {number_of(layer)}: no memory for {came}: {bound}"
 
 
 def _counts(dispatcher: Any) -> Tensor | None:

@@ -24,6 +24,7 @@ layer's first forward pass, experts are to be frozen, thawed or hooked on all ra
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -37,10 +38,11 @@ from accel.feature import Context, Feature, Setting
 from accel.ops._autocast import autocasts
 from accel.ops._dispatch import log_fallback
 from accel.parallel.experts import overlap
-from accel.parallel.experts.exchange import routed_experts
-from accel.parallel.experts.room import check_room, free_bytes
+from accel.parallel.experts.exchange import Experts, Loan, routed_experts
+from accel.parallel.experts.room import Sizes, check_room, fits, free_bytes
+from accel.parallel.experts.traffic import Traffic
 from accel.patches import _experts
-from accel.patches._expert_counts import layer_of
+from accel.patches._expert_counts import layer_of, number_of
 from accel.patches._settings import whole_number
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
@@ -114,7 +116,7 @@ def counting_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(original)
     def preprocess(self: Any, routing_map: Tensor) -> Tensor:
-        self.accel_counts = None
+        self.accel_counts = self.accel_free = None
         if self.ep_size == 1 or not getattr(self, "accel_serves", True):
             return original(self, routing_map)
         # a program may call the dispatcher alone
@@ -123,15 +125,13 @@ def counting_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if self.drop_and_pad:
             found = original(self, routing_map)
             self.accel_counts = [[self.capacity] * self.num_experts] * self.ep_size
+            if self.capacity > getattr(self, "accel_largest", 0):  # else no rank waits for the host
+                self.accel_largest = self.capacity
+                self.accel_free = _of_all(self, _free(routing_map))[:, 0].tolist()
             return found
-        room = routing_map.new_tensor([_room(self.config, routing_map)], dtype=torch.int64)
-        mine = torch.cat([routing_map.sum(dim=0), room])
-        whole = mine.new_empty(self.ep_size, self.num_experts + 1)
-        dist.all_gather_into_tensor(whole, mine, group=self.ep_group)
-        whole = whole.cpu()
+        whole = _of_all(self, torch.cat([routing_map.sum(dim=0), _free(routing_map)]))
         counts = whole[:, :-1]
-        self.accel_counts = counts.tolist()
-        check_room(self.accel_counts, whole[:, -1].tolist(), getattr(self, "accel_layer", None))
+        self.accel_counts, self.accel_free = counts.tolist(), whole[:, -1].tolist()
         first, last = self.local_expert_indices[0], self.local_expert_indices[-1]
         here = counts[:, first : last + 1].contiguous()
         rank = self.ep_group.rank()
@@ -147,12 +147,54 @@ def counting_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return preprocess
 
 
-def _room(config: Any, rows: Tensor) -> int:
-    """How many more rows an MLP of the experts can take: each with its result, and what lies between."""
+def _free(like: Tensor) -> Tensor:
+    return like.new_tensor([free_bytes(like.device)], dtype=torch.int64)
+
+
+def _of_all(dispatcher: Any, mine: Tensor) -> Tensor:
+    """A row for each expert-parallel rank, on the host."""
+    whole = mine.new_empty(dispatcher.ep_size, len(mine))
+    dist.all_gather_into_tensor(whole, mine, group=dispatcher.ep_group)
+    return whole.cpu()
+
+
+def _sizes(config: Any, experts: Experts, training: bool) -> Sizes:
+    """A rank's own rows are there as they leave and as they come home, in the backward too. A row that it
+    computes is there as input, result and what lies between; at the end of the backward as both factors of
+    each weight's gradient, and as its own gradient on the way home."""
     width = getattr(config, "moe_latent_size", None) or config.hidden_size
-    between = 3 if config.gated_linear_unit else 2
-    numbers = 2 * width + between * config.moe_ffn_hidden_size
-    return free_bytes(rows.device) // (numbers * config.params_dtype.itemsize)
+    between = (3 if config.gated_linear_unit else 2) * config.moe_ffn_hidden_size
+    each = config.params_dtype.itemsize
+    return Sizes(
+        own=2 * width * each,
+        computed=((3 if training else 2) * width + between) * each,
+        matrices=overlap.matrix_bytes(experts),
+        gradients=overlap.gradient_bytes(experts) if training else 0,
+    )
+
+
+def _fitting(
+    layer: Any, traffic: Traffic, experts: Experts, loan: Loan | None
+) -> tuple[Traffic, Loan | None]:
+    """The same; without copies and the loan of them where only they do not fit.
+
+    Raises:
+        MemoryError: rows of a rank do not fit; on all ranks alike.
+    """
+    free = layer.token_dispatcher.accel_free
+    if free is None:
+        return traffic, loan
+    sizes = _sizes(layer.config, experts, layer.training)
+    held = loan.copies if loan else frozenset()
+    if fits(traffic, free, sizes, held):
+        return traffic, loan
+    if loan is not None:
+        loan.wait()  # under way until then
+    alone = dataclasses.replace(traffic, copies=frozenset())
+    factor = layer.config.moe_expert_capacity_factor
+    check_room(alone, free, sizes, held, number_of(layer), factor)
+    log_fallback("hot_experts", "no memory for copies beside the rows of a micro-batch")
+    return alone, None
 
 
 def beside_the_journey(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,7 +204,6 @@ def beside_the_journey(original: Callable[..., Any]) -> Callable[..., Any]:
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
         self.accel_beside = None
         dispatcher = self.token_dispatcher
-        dispatcher.accel_layer = self.layer_number
         dispatcher.accel_serves = serves = served(self)
         if self.use_shared_expert and self.shared_expert_overlap:
             # upstream's own way is for its all-to-alls
@@ -215,6 +256,7 @@ def there_and_back(original: Callable[..., Any]) -> Callable[..., Any]:
         plans_ahead = plan.hot is not None and plan.hot.every is not None
         ahead = getattr(self, "accel_ahead", None) if plans_ahead else None
         traffic = plan.traffic(dispatcher.accel_counts, group, experts, loan, ahead)
+        traffic, loan = _fitting(self, traffic, experts, loan)
         if plan.hot is not None and self.training and self.router.layer_number is not None:
             plan.hot.note(layer_of(self.router), traffic, group, experts)
         output, shared = routed_experts(

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from accel.parallel.experts.exchange import Loan
-from accel.parallel.experts.plan import Copy
+from accel.parallel.experts.overlap import owners_of
+from accel.parallel.experts.plan import Copy, rank_loads
+from accel.parallel.experts.room import Sizes
+from accel.parallel.experts.traffic import Traffic
 from accel.patches import _experts, moe_overlap
 
 from .against_stock import FreshStore, check_training
@@ -212,14 +215,46 @@ def test_rows_that_one_rank_has_no_room_for_are_one_error_on_all(
     fresh_store: FreshStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And nothing was sent, for which another would wait."""
-    room = 100 if os.environ["RANK"] == "0" else 10**9
-    monkeypatch.setattr(moe_overlap, "_room", lambda config, rows: room)
+    free = 100 if os.environ["RANK"] == "0" else 10**9
+    monkeypatch.setattr(moe_overlap, "free_bytes", lambda device: free)
+    monkeypatch.setattr(moe_overlap, "_sizes", lambda *args: Sizes(0, 1, 0, 0))
     sent: list[Any] = []
     monkeypatch.setattr(moe_overlap, "routed_experts", lambda *args, **kwargs: sent.append(args))
     says = r"MoE layer 1: \d+ tokens go to the experts of rank 0 .* room for 100: --moe-expert-capacity"
     with pytest.raises(MemoryError, match=says):
         train([*MOE, *LAYOUTS["local"].split(), "--train-iters", "1", *OVERLAP])
     assert not sent
+
+
+@pytest.mark.usefixtures("skewed")
+@pytest.mark.parametrize("ours", [HOT, AHEAD], ids=["hot", "ahead"])
+@pytest.mark.distributed(world_size=2)
+def test_copies_make_room_or_are_left_out_where_there_is_none(
+    ours: list[str], fresh_store: FreshStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turn: ranks that have room for their rows with the copies alone, and for those without."""
+    fitting, kept = moe_overlap._fitting, {"with": [], "without": []}
+    monkeypatch.setattr(moe_overlap, "_sizes", lambda *args: Sizes(0, 1, 10**6, 0))
+
+    def tight(layer: Any, traffic: Traffic, experts: Any, loan: Loan | None) -> Any:
+        if not traffic.copies:
+            return fitting(layer, traffic, experts, loan)
+        room = min(kept, key=lambda which: len(kept[which]))
+        owners = owners_of(traffic.counts)
+        free = rank_loads(traffic.counts, owners, traffic.copies if room == "with" else ())
+        for copy in traffic.copies:
+            # where they have set out before, their matrices are not free
+            free[copy.rank] += 10**6 * ((room == "with") - (loan is not None))
+        layer.token_dispatcher.accel_free = free
+        found = fitting(layer, traffic, experts, loan)
+        kept[room].append(bool(found[0].copies))
+        return found
+
+    monkeypatch.setattr(moe_overlap, "_fitting", tight)
+    check_training("moe", f"{LAYOUTS['local']} {EIGHT}", ours, STOCK, fresh_store, 1e-6, bf16=False)
+    assert len(kept["without"]) >= LAYER_PASSES // 8
+    assert all(kept["with"])
+    assert not any(kept["without"])
 
 
 @pytest.mark.distributed(world_size=2)

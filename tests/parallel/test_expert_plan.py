@@ -16,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.parallel.experts.plan import (
+    EVEN_ENOUGH,
     Copy,
+    _Relief,
     longest_over_mean,
     moving_average,
     place_eplb,
@@ -217,6 +219,17 @@ def test_zipf_distributed_experts(shuffled: bool) -> None:
     # a whole expert is longer than the mean: only parts of it can be even
     assert min(greedy) > 1.5
     assert max(eplb) <= 1.1
+
+
+def test_what_has_no_chain_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many ranks no copy makes another the longest: a plan takes milliseconds, for each layer."""
+    opened: list[_Relief] = []
+    opens = _Relief.open
+    monkeypatch.setattr(_Relief, "open", lambda self: opened.append(self) or opens(self))
+    counts, owners = zipf(0, 64, 256, 512)
+    plan = plan_copies(counts, owners, 3, 0)
+    assert longest_over_mean(rank_loads(counts, owners, plan)) > EVEN_ENOUGH
+    assert len(opened) == 3
 
 
 loads_of_experts = st.lists(st.integers(0, 1000), min_size=1, max_size=24)

@@ -84,6 +84,18 @@ def test_other_layers(options: dict[str, Any], says: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("explained")
+def test_layers_of_multi_token_prediction_come_behind_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = build()
+    layer.set_layer_number(1)
+    layer.router.is_mtp_layer = True
+    monkeypatch.setattr(layer.experts, "forward", no_room)
+    with pytest.raises(torch.OutOfMemoryError, match=f"MoE layer {layer.config.num_layers + 1}: "):
+        step(layer)
+
+
+@pytest.mark.usefixtures("explained")
 def test_words_of_pytorchs_own_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> None:
         raise RuntimeError(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from accel.feature import Context, choose, read_settings
 from accel.parallel.experts import overlap
+from accel.parallel.experts.exchange import Experts
 from accel.parallel.experts.plan import Copy
 from accel.parallel.experts.streams import OneStream, TwoStreams
+from accel.parallel.experts.traffic import Traffic
 from accel.patches import FEATURES, hot_experts, moe_overlap, moe_tp_extend_ep, moe_two_streams
 
 ARGS = {
@@ -269,8 +272,6 @@ def test_a_rank_is_that_of_the_dispatchers_group(monkeypatch: pytest.MonkeyPatch
         whole.copy_(torch.tensor([[*row, 100] for row in counts]))
 
     monkeypatch.setattr(moe_overlap.dist, "all_gather_into_tensor", gather)
-    monkeypatch.setattr(moe_overlap, "_room", lambda config, routing_map: 100)
-    monkeypatch.setattr(moe_overlap, "check_room", lambda counts, room, layer: None)
     dispatcher = SimpleNamespace(
         ep_size=2,
         ep_group=SimpleNamespace(rank=lambda: 1),
@@ -287,6 +288,28 @@ def test_a_rank_is_that_of_the_dispatchers_group(monkeypatch: pytest.MonkeyPatch
     assert dispatcher.num_out_tokens == 4
     assert dispatcher.input_splits.tolist() == [2, 2]
     assert dispatcher.output_splits.tolist() == [3, 2]
+    assert dispatcher.accel_free == [100, 100]
+
+
+def test_padded_capacities_are_compared_with_what_is_free_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All micro-batches of a size have as many rows, and the host need not wait for the device."""
+    monkeypatch.setattr(
+        moe_overlap.dist, "all_gather_into_tensor", lambda whole, mine, group: whole.fill_(100)
+    )
+    dispatcher = SimpleNamespace(
+        ep_size=2, ep_group=None, tp_size=1, drop_and_pad=True, num_experts=4, capacity=0
+    )
+    dispatcher.config = SimpleNamespace(moe_router_padding_for_quantization=False)
+    routed, counting = torch.eye(4, dtype=torch.bool), moe_overlap.counting_all(lambda *_: None)
+    found = []
+    for capacity in (5, 5, 6, 5):
+        dispatcher.capacity = capacity
+        counting(dispatcher, routed)
+        assert dispatcher.accel_counts == [[capacity] * 4] * 2
+        found.append(dispatcher.accel_free)
+    assert found == [[100, 100], None, [100, 100], None]
 
 
 def test_autocast_is_left_to_stock() -> None:
@@ -315,23 +338,86 @@ def test_a_layer_that_runs_as_stock_is_counted_as_stock() -> None:
     assert dispatcher.accel_counts is None
 
 
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
-    ("given", "numbers"),
-    [
-        ({}, 2 * 64 + 3 * 16),
-        ({"moe_latent_size": 8}, 2 * 8 + 3 * 16),
-        ({"gated": False}, 2 * 64 + 32),
-    ],
+    ("given", "width", "between"),
+    [({}, 64, 3 * 16), ({"moe_latent_size": 8}, 8, 3 * 16), ({"gated": False}, 64, 2 * 16)],
 )
-def test_rows_that_fit(
-    given: dict[str, Any], numbers: int, monkeypatch: pytest.MonkeyPatch
+def test_bytes_of_rows_and_copies(
+    given: dict[str, Any], width: int, between: int, training: bool
 ) -> None:
-    monkeypatch.setattr(moe_overlap, "free_bytes", lambda device: 100 * numbers * 4)
     config = SimpleNamespace(
         hidden_size=64,
         moe_ffn_hidden_size=16,
         moe_latent_size=given.get("moe_latent_size"),
         gated_linear_unit=given.get("gated", True),
-        params_dtype=torch.float32,
+        params_dtype=torch.bfloat16,
     )
-    assert moe_overlap._room(config, torch.ones(1)) == 100
+    sizes = moe_overlap._sizes(config, experts(into_main_grad=True), training)
+    assert sizes.own == 2 * 2 * width
+    assert sizes.computed == 2 * ((3 if training else 2) * width + between)
+    assert sizes.matrices == 2 * 10
+    assert sizes.gradients == (4 * 10 if training else 0)
+
+
+def experts(into_main_grad: bool, main: torch.dtype = torch.float32) -> Experts:
+    """Two of 6 and 4 numbers."""
+    weights: tuple[list[Any], list[Any]] = (
+        [torch.zeros(3, 2, dtype=torch.bfloat16) for _ in range(2)],
+        [torch.zeros(2, 2, dtype=torch.bfloat16) for _ in range(2)],
+    )
+    for weight in (*weights[0], *weights[1]):
+        weight.main_grad = torch.zeros_like(weight, dtype=main)
+    return Experts(mlp, weights, into_main_grad)
+
+
+def mlp(x: Any, probs: Any, counts: torch.Tensor, first: Any, second: Any) -> torch.Tensor:
+    return second(first(x)[:, :2]) * counts.sum()
+
+
+@pytest.mark.parametrize(
+    ("into_main_grad", "main", "each"),
+    [(True, torch.float32, 40), (True, torch.bfloat16, 20), (False, torch.float32, 20)],
+)
+def test_bytes_that_copies_move(
+    into_main_grad: bool, main: torch.dtype, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned ahead, one may have no rows: then no gradient goes back."""
+    noted: list[Any] = []
+    monkeypatch.setattr(overlap.load, "ON", [None])
+    monkeypatch.setattr(overlap.load, "note_copies", lambda *told: noted.append(told))
+    hot = overlap.HotExperts(2, price=1.0)
+    monkeypatch.setattr(hot, "cost", lambda group, experts: overlap.Cost(1.0, 1.0))
+    counts = [[5, 0, 0, 0], [5, 0, 0, 0]]
+    traffic = Traffic(counts, 0, frozenset([Copy(0, 1), Copy(1, 1)]))
+    hot.note(3, traffic, None, experts(into_main_grad, main))  # type: ignore[arg-type]
+    ((layer, before, after, moved, _),) = noted
+    assert (layer, before, after) == (3, [10, 0], [5, 5])
+    assert moved == 2 * 20 + each
+
+
+@pytest.mark.parametrize(
+    ("launch", "each"),
+    [(1.0, 1e-3), (1.0, 0.0), (0.0, 1e-3)],
+    ids=["both", "launches alone", "rows alone"],
+)
+def test_a_row_costs_what_more_rows_take_longer(
+    launch: float, each: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what the launch and the reading of matrices take; and never nothing."""
+    rows: list[int] = []
+    given = experts(into_main_grad=False)
+
+    def seconds(call: Any, like: Any, group: Any) -> float:
+        rows.clear()
+        call()
+        return launch + each * rows[0] if rows else 0.5
+
+    monkeypatch.setattr(overlap, "_seconds", seconds)
+    monkeypatch.setattr(overlap, "Messages", lambda *args: MagicMock())
+    monkeypatch.setattr(overlap.dist, "all_reduce", lambda *args, **kwargs: None)
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    counting = dataclasses.replace(given, mlp=lambda x, *rest: rows.append(len(x)) or mlp(x, *rest))
+    cost = overlap.measured_cost(group, counting)  # type: ignore[arg-type]
+    assert cost.copy == pytest.approx(1.0)
+    assert cost.row == pytest.approx(3 * (each or 0.1 * launch / 2048))

@@ -41,7 +41,9 @@ __all__ = [
 ]
 
 
-_ROWS, _REPEATS = 64, 5
+_FEW, _MANY, _REPEATS = 256, 2048, 5
+_LEAST = 0.1
+"""Of the time of many rows by their number: what a row costs where noise hides it."""
 
 
 class Cost(NamedTuple):
@@ -144,11 +146,11 @@ class HotExperts:
         before = rank_loads(traffic.counts, owners)
         after = rank_loads(traffic.counts, owners, traffic.copies)
         ends = Counter(rank for copy in traffic.copies for rank in (owners[copy.expert], copy.rank))
-        weights = [of[0] for of in experts.weights]
-        each = sum(w.nbytes + _gradient_bytes(w, experts) for w in weights)
+        moved = matrix_bytes(experts) * len(traffic.copies)
+        moved += gradient_bytes(experts) * len(traffic.used)
         cost = self.cost(group, experts)
         saved = cost.row * (max(before) - max(after)) - cost.copy * max(ends.values())
-        load.note_copies(layer, before, after, each * len(traffic.copies), saved)
+        load.note_copies(layer, before, after, moved, saved)
 
 
 def owners_of(counts: Sequence[Sequence[float]]) -> list[int]:
@@ -157,17 +159,30 @@ def owners_of(counts: Sequence[Sequence[float]]) -> list[int]:
     return [e * ranks // num_experts for e in range(num_experts)]
 
 
-def _gradient_bytes(weight: Tensor, experts: Experts) -> int:
-    return weight.numel() * (4 if experts.into_main_grad else weight.element_size())
+def matrix_bytes(experts: Experts) -> int:
+    """Of one expert."""
+    return sum(weights[0].nbytes for weights in experts.weights)
+
+
+def gradient_bytes(experts: Experts) -> int:
+    """Of one expert, in the dtype in which its owner adds them."""
+    return sum(_gradient(weights[0], experts).nbytes for weights in experts.weights)
+
+
+def _gradient(weight: Any, experts: Experts) -> Tensor:
+    """One like it: a model that is never trained has no `main_grad`."""
+    main_grad = getattr(weight, "main_grad", None) if experts.into_main_grad else None
+    return weight if main_grad is None else main_grad
 
 
 @torch.no_grad()
 def measured_cost(group: dist.ProcessGroup, experts: Experts) -> Cost:
-    """On the slowest rank; all ranks of the group together."""
+    """On the slowest rank; all ranks of the group together.
+
+    A row's is what more rows take longer, as a few take what their launch and the reading of the matrices do.
+    """
     first, second = (weights[0].detach() for weights in experts.weights)
     into = [torch.empty_like(first), torch.empty_like(second)]
-    rows = first.new_ones(_ROWS, first.shape[1])
-    counts = torch.tensor([_ROWS])
 
     def copy() -> None:
         following, previous = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
@@ -176,24 +191,22 @@ def measured_cost(group: dist.ProcessGroup, experts: Experts) -> Cost:
         messages.wait_received()
         messages.wait_sent()
 
-    def compute() -> None:
-        experts.mlp(
-            rows,
-            rows[:, 0],
-            counts,
-            lambda x: x @ first.T,
-            lambda x: x @ second.T,
-        )
+    def computing(rows: int) -> Callable[[], object]:
+        x, counts = first.new_ones(rows, first.shape[1]), torch.tensor([rows])
+        products = (lambda x: x @ first.T), (lambda x: x @ second.T)
+        return lambda: experts.mlp(x, x[:, 0], counts, *products)
 
-    found = [_seconds(call, first, group) for call in (copy, compute)]
+    calls = (copy, computing(_FEW), computing(_MANY))
+    found = [_seconds(call, first, group) for call in calls]
     seconds = torch.tensor(found, device=first.device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
-    there, forward = seconds.tolist()
-    back = there * _gradient_bytes(first, experts) / first.nbytes
-    return Cost(copy=there + back, row=3 * forward / _ROWS)
+    there, few, many = seconds.tolist()
+    back = there * gradient_bytes(experts) / matrix_bytes(experts)
+    row = max((many - few) / (_MANY - _FEW), _LEAST * many / _MANY)
+    return Cost(copy=there + back, row=3 * row)
 
 
-def _seconds(call: Callable[[], None], like: Tensor, group: dist.ProcessGroup) -> float:
+def _seconds(call: Callable[[], object], like: Tensor, group: dist.ProcessGroup) -> float:
     found = []
     for _ in range(1 + _REPEATS):  # the first does not count
         if like.device.type != "cpu":

@@ -177,9 +177,13 @@ class Traffic:
     def owner(self, expert: int) -> int:
         return expert * len(self.counts) // len(self.counts[0])
 
+    @cached_property
+    def used(self) -> list[Copy]:
+        """The copies on ranks that have rows for them, in order."""
+        return sorted(c for c in self.copies if self.counts[c.rank][c.expert])
+
     def _used(self, rank: int) -> list[Copy]:
-        """The copies on a rank that has rows for them."""
-        return sorted(c for c in self.copies if c.rank == rank and self.counts[rank][c.expert])
+        return [copy for copy in self.used if copy.rank == rank]
 
     def slice_of(self, rank: int, index: int) -> range:
         """The experts of a rank's slice."""
