@@ -9,7 +9,6 @@ import psutil
 import pytest
 import torch
 
-from accel import machine
 from accel.device.cpu import memory as host_memory
 from accel.parallel.experts.plan import Copy
 from accel.parallel.experts.room import Sizes, check_room, fits, free_bytes
@@ -67,15 +66,6 @@ def test_matrices_that_are_there_already_are_not_counted_again() -> None:
 
 def test_free_memory_of_the_host() -> None:
     assert 0 < free_bytes(torch.device("cpu")) < psutil.virtual_memory().total
-
-
-def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "memory", lambda: (1000, 2000))
-    monkeypatch.setattr(host_memory, "below_limit", lambda: None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert free_bytes(torch.device("cpu")) == 250
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert free_bytes(torch.device("cpu")) == 1000
 
 
 def test_free_memory_of_the_host_below_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

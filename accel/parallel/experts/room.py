@@ -7,7 +7,6 @@ or backward: what fits may still fail for what other layers keep until then.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -37,11 +36,11 @@ class Sizes(NamedTuple):
 
 def free_bytes(device: torch.device) -> int:
     """That a tensor may still take: what the allocator has kept free too; on CPUs and CUDA within the limit
-    of `set_per_process_memory_fraction`. Of a host's memory each of its ranks has the same share."""
+    of `set_per_process_memory_fraction`. All of a host's memory is free to each of its ranks: which of them
+    will take it is not known."""
     if device.type == "cpu":
-        share = machine.memory()[0] // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        limit = host_memory.below_limit()
-        return share if limit is None else min(share, limit)
+        free, limit = machine.memory()[0], host_memory.below_limit()
+        return free if limit is None else min(free, limit)
     module = torch.get_device_module(device)
     reserved = module.memory_reserved(device)
     free, total = module.mem_get_info(device)
