@@ -67,9 +67,10 @@ class Messages:
         self._received = []
 
     def received(self) -> list[Tensor]:
-        """What came."""
+        """What came; it is let go of, so nothing the second time."""
         self.wait_received()
-        return self._into
+        into, self._into = self._into, []
+        return into
 
     def wait_sent(self) -> None:
         """After all was received: a backend may have one work for everything."""
@@ -121,7 +122,6 @@ class Transfer:
         ranks, me = group.size(), group.rank()
         to = (me + 1) % ranks if to is None else to
         source = (me - 1) % ranks if source is None else source
-        self._into = into
         self._messages = Messages(
             [] if outgoing is None else [(outgoing, to)],
             [] if into is None else [(into, source)],
@@ -136,12 +136,11 @@ class Transfer:
         self._messages.wait_sent()
 
     def received(self) -> Tensor:
-        """What came.
+        """What came; it is let go of.
 
         Raises:
-            ValueError: nothing was to come.
+            ValueError: nothing was to come, or it has been taken.
         """
-        if self._into is None:
-            raise ValueError("a transfer that receives nothing")
-        self.wait_received()
-        return self._into
+        if not (came := self._messages.received()):
+            raise ValueError("a transfer that receives nothing, or whose tensor has been taken")
+        return came[0]

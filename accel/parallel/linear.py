@@ -10,14 +10,14 @@ Collectives with sequence parallelism `gather` is an all-gather and `reduce` a r
             of a column layer, x is gathered again while dx is formed, and dx is reduced while dW is
             formed. The input part of a split backward leaves both for later, dW and that gather
             (`accel.parallel.split_backward`).
-Overlap     where `accel.parallel.overlap` says so, the collectives that nothing hides run in pieces beside
-            the product that they belong to: the gather of x, the reduction of x W^T, the gather of dy in a
-            row layer, and the reduction of dx where no dW is formed.
+Overlap     where `accel.parallel.overlap` says so, collectives run in pieces beside the product that they
+            belong to: the gather of x, the reduction of x W^T, the gather of dy in a row layer, and the
+            reduction of dx, which then begins before dx is whole, and goes on beside dW if that is formed.
 Dtypes      x, W, b: one dtype; under autocast any, and they are cast to its own. dW: that of W.
             `main_grad`: float32, or the dtype of x.
 Twice       of a layer that is not split and returns its weight gradient; else what collectives and
             `main_grad` got has no graph, so `create_graph` is an error.
-Saved       x as it came in (the rank's own rows under sequence parallelism) and W.
+Saved       W; and x as it came in (the rank's own rows under sequence parallelism) if W is trained.
 Order       the products, sums and roundings of Megatron's own layers, so their bits; of an overlapped
             product see `accel.parallel.overlapped_linear`.
 """
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -38,6 +39,8 @@ from accel.parallel import overlap, split_backward
 from accel.parallel.collectives import gather_rows, reduce_scatter_rows
 from accel.parallel.overlapped_linear import (
     Plan,
+    begin_matmul_all_reduce,
+    begin_matmul_reduce_scatter,
     gather_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
@@ -158,7 +161,7 @@ class _Linear(torch.autograd.Function):
         ctx.layout = layout
         ctx.has_bias = bias is not None
         ctx.weight = weight  # the object itself: it carries main_grad
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         weight = weight.to(x.dtype) if layout.cast else weight
         plan = _plan("gather", x, weight.t(), layout) if layout.mode == "column" else None
         if plan is not None:
@@ -179,31 +182,77 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         taken = needs_weight and _is_taken(dy, layout)
         needs_weight = needs_weight and not taken and not _put_off(ctx.weight, dy, x, layout)
-        dx = waiting = None
-        if needs_weight:
-            x, waiting = _gathered(x, layout, async_op=True)
         plan = None
-        computes_weight = needs_weight and layout.delayed is None
-        if layout.mode == "column" and not computes_weight:  # else it hides behind dW
-            plan = _plan("reduce", dy, weight, layout)
-        if needs_x and plan is not None:
-            dx = _matmul_reduce(dy, weight, layout, plan)
-        elif needs_x:
-            dx = dy.matmul(weight)
-        if waiting is not None:
-            waiting.wait()
-        waiting = None
-        if dx is not None and plan is None and layout.mode == "column" and layout.split:
-            dx, waiting = _reduced(dx, layout, async_op=True)
-        dw = None
-        if needs_weight:
-            dw = _weight_gradient(ctx.weight, dy.reshape(-1, dy.shape[-1]), x, layout)
-        elif taken:
-            dw = _of_others(ctx.weight, layout)
-        db = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.has_bias and needs_bias else None
-        if waiting is not None:
-            waiting.wait()
+        if needs_x and layout.mode == "column":
+            now = needs_weight and layout.delayed is None
+            beside = partial(_trial, ctx.weight, dy, weight, x, layout) if now else None
+            plan = _plan("reduce", dy, weight, layout, beside)
+        dy_TN = dy.reshape(-1, dy.shape[-1])
+
+        def parameters(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+            dw = None
+            if x is not None:
+                dw = _weight_gradient(ctx.weight, dy_TN, x, layout)
+            elif taken:
+                dw = _of_others(ctx.weight, layout)
+            return dw, dy_TN.sum(0) if ctx.has_bias and needs_bias else None
+
+        x = x if needs_weight else None
+        dx, (dw, db) = _backward(dy, weight if needs_x else None, x, layout, plan, parameters)
         return dx, dw, db, None
+
+
+def _backward[Formed](
+    dy: Tensor,
+    weight: Tensor | None,
+    x: Tensor | None,
+    layout: Layout,
+    plan: Plan | None,
+    parameters: Callable[[Tensor | None], Formed],
+) -> tuple[Tensor | None, Formed]:
+    """dx, if a weight is given; and what is formed of the whole x, if there is one, while dx is reduced."""
+    dx = coming = reducing = begun = None
+    if x is not None:
+        x, coming = _gathered(x, layout, async_op=True)
+    if weight is not None and plan is not None:
+        begun = _begin_matmul_reduce(dy, weight, layout, plan)
+    elif weight is not None:
+        dx = dy.matmul(weight)
+    if coming is not None:
+        coming.wait()
+    if dx is not None and layout.mode == "column" and layout.split:
+        dx, reducing = _reduced(dx, layout, async_op=True)
+    formed = parameters(x)
+    if begun is not None:
+        dx = begun()
+    if reducing is not None:
+        reducing.wait()
+    return dx, formed
+
+
+def _trial(weight: Any, dy: Tensor, w: Tensor, x: Tensor, layout: Layout) -> overlap.Beside:
+    """The backward pass of a column layer, whose weight gradient nobody gets.
+
+    Args:
+        weight: the parameter.
+        w: it, in the dtype of dy.
+    """
+    dy_TN = dy.reshape(-1, dy.shape[-1])
+    main_grad = torch.zeros_like(main_grad_of(weight)) if layout.into_main_grad else None
+
+    def form(x: Tensor | None) -> None:
+        assert x is not None
+        x_TK = x.reshape(-1, x.shape[-1])
+        if main_grad is None:
+            dy_TN.t().matmul(x_TK)
+        else:
+            _accumulate(main_grad, dy_TN, x_TK)
+
+    return overlap.Beside(
+        gather=partial(_gathered, x, layout),
+        product=partial(form, _gathered(x, layout)[0]),
+        run=lambda plan: _backward(dy, w, x, layout, plan, form),
+    )
 
 
 class _OverlappedRow(torch.autograd.Function):
@@ -214,7 +263,7 @@ class _OverlappedRow(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, layout: Layout) -> Tensor:
         ctx.layout = layout
         ctx.weight = weight
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         weight = weight.to(x.dtype) if layout.cast else weight
         if (plan := _plan("reduce", x, weight.t(), layout)) is not None:
             return _matmul_reduce(x, weight.t(), layout, plan)
@@ -280,7 +329,13 @@ def _refuse_create_graph(layout: Layout) -> None:
         )
 
 
-def _plan(kind: Literal["gather", "reduce"], x: Tensor, w: Tensor, layout: Layout) -> Plan | None:
+def _plan(
+    kind: Literal["gather", "reduce"],
+    x: Tensor,
+    w: Tensor,
+    layout: Layout,
+    beside: Callable[[], overlap.Beside] | None = None,
+) -> Plan | None:
     """How the product of x `[..., K]` and w `[K, N]` overlaps with its collective, if there is one."""
     asked = overlap.current()
     allowed = layout.overlap_gather if kind == "gather" else layout.overlap_reduce
@@ -290,16 +345,22 @@ def _plan(kind: Literal["gather", "reduce"], x: Tensor, w: Tensor, layout: Layou
     if kind == "gather":
         return asked.plan("gather", x, w, layout.group) if layout.sequence_parallel else None
     if not layout.sequence_parallel:
-        return asked.plan("all_reduce", x, w, layout.group)
+        return asked.plan("all_reduce", x, w, layout.group, beside)
     if x.shape[0] % layout.group.size():
         return None  # what reduces will say so
-    return asked.plan("reduce_scatter", x, w, layout.group)
+    return asked.plan("reduce_scatter", x, w, layout.group, beside)
 
 
 def _matmul_reduce(x: Tensor, w: Tensor, layout: Layout, plan: Plan) -> Tensor:
     assert layout.group is not None
     product = matmul_reduce_scatter if layout.sequence_parallel else matmul_all_reduce
     return product(x, w, layout.group, plan)
+
+
+def _begin_matmul_reduce(x: Tensor, w: Tensor, layout: Layout, plan: Plan) -> Callable[[], Tensor]:
+    assert layout.group is not None
+    begin = begin_matmul_reduce_scatter if layout.sequence_parallel else begin_matmul_all_reduce
+    return begin(x, w, layout.group, plan)
 
 
 def _is_taken(dy: Tensor, layout: Layout) -> bool:
@@ -353,7 +414,10 @@ def leave_gradient(weight: Tensor, dw: Tensor | None) -> None:
 
 def accumulate_into_main_grad(weight: Any, dy_TN: Tensor, x_TK: Tensor) -> None:
     """`weight.main_grad += dy^T x`; in fp32 without a rounding on the way, else in its own dtype."""
-    main_grad = main_grad_of(weight)
+    _accumulate(main_grad_of(weight), dy_TN, x_TK)
+
+
+def _accumulate(main_grad: Tensor, dy_TN: Tensor, x_TK: Tensor) -> None:
     if main_grad.dtype == torch.float32:
         accumulate(main_grad, dy_TN, x_TK)
     else:

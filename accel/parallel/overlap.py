@@ -5,14 +5,16 @@
             the product of all rows and of some, of a transfer of one row and of all. The ranks take the
             slowest one's times, so they choose alike. Of all that should beat the plain way, these are the
             quickest four with its bits at this number of rows, which products of few rows may not have; if
-            none has them, the quickest.
-            They and the plain way then run side by side, and the quickest stays: a wrong prediction costs
-            nothing but that. Products over symmetric memory, where they were asked for, run beside them:
-            with its bits, or where nothing has these
+            none has them, the quickest, and a line says that times decide on bits.
+            They and the plain way then run side by side, and the quickest stays if it is 3 % quicker than the
+            plain way in most rounds, and again in as many new ones, in which it had no luck to be chosen for:
+            a wrong prediction costs nothing but that. Products over symmetric memory, where they were asked
+            for, run beside them: with its bits, or where nothing has these
 
     y = gather_matmul(x, w, group, plan)        where `current()` gives a plan for it
 
-Shapes are told apart up to the next power of two of their rows. Measuring a new one takes some fifty
+What hides the reduction of a backward pass (`Beside`) counts: the pass is then what runs side by side.
+Shapes are told apart up to the next power of two of their rows. Measuring a new one takes some sixty
 times what it takes itself, once.
 """
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from statistics import median
 from time import perf_counter
 
@@ -28,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel.ops._dispatch import warn_once
 from accel.parallel import symmetric_memory
 from accel.parallel.collectives import Transfer, gather_rows, reduce_scatter_rows
 from accel.parallel.overlapped_linear import (
@@ -42,7 +46,7 @@ from accel.parallel.overlapped_linear import (
     pieces_of,
 )
 
-__all__ = ["Overlap", "Times", "current", "plain", "predict", "switch_on"]
+__all__ = ["Beside", "Overlap", "Times", "current", "plain", "predict", "switch_on"]
 
 CHUNKS = (1, 2, 4, 8, 16)
 _REPEATS, _HALVINGS = 3, 6
@@ -50,6 +54,20 @@ _FINALISTS, _ROUNDS = 4, 5
 """Plans that run beside the plain way, and how often: the prediction does not know what transfers cost the
 core that computes. Where transfers take as long as products, eight choices were on average 2.6 % slower than
 the best plan; by prediction alone, over three rounds, 4 %."""
+_MOST = 0.97
+"""Of the plain way's seconds that a plan may take."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The backward pass of a product whose reduction runs beside the weight gradient."""
+
+    gather: Callable[[], object]
+    """What travels from its beginning on, for the weight gradient."""
+    product: Callable[[], object]
+    """The weight gradient, after that and the product."""
+    run: Callable[[Plan | None], object]
+    """All of it, by a plan or the plain way; nobody's gradient changes."""
 
 
 class Overlap:
@@ -69,10 +87,20 @@ class Overlap:
         self.chosen: dict[tuple[object, ...], Plan | None] = {}
         """What was measured -> its plan, None for the plain way."""
 
-    def plan(self, kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Plan | None:
+    def plan(
+        self,
+        kind: Kind,
+        x: Tensor,
+        w: Tensor,
+        group: dist.ProcessGroup,
+        beside: Callable[[], Beside] | None = None,
+    ) -> Plan | None:
         """Of `kind`'s product of x and w (`overlapped_linear`); None: it does not overlap.
 
         All ranks of the group ask alike: it may measure, for which each needs the others.
+
+        Args:
+            beside: gives the backward pass that the product is a part of, if it is to be measured.
 
         Raises:
             ValueError: symmetric memory was asked for, and the group has none.
@@ -86,11 +114,14 @@ class Overlap:
             return self.fixed
         x = x.reshape(-1, x.shape[-1]).contiguous()
         rows = x.shape[0].bit_length()
-        key = (kind, group.group_name, rows, w.shape, w.is_contiguous(), x.dtype, x.device)
+        alone = beside is None
+        key = (kind, alone, group.group_name, rows, w.shape, w.is_contiguous(), x.dtype, x.device)
         if key not in self.chosen:
             also = [Plan(group.size(), SYMMETRIC)] if symmetric else []
             form = None if self._symmetric else self._form
-            self.chosen[key] = _choose(kind, x, w, group, also, form)
+            self.chosen[key] = _choose(
+                kind, x, w, group, also, form, None if beside is None else beside()
+            )
         return self.chosen[key]
 
     def _require_symmetric_memory(self, device: torch.device, group: dist.ProcessGroup) -> None:
@@ -114,6 +145,10 @@ class Times:
     """Rows -> of their product: for all of a rank's, and for some numbers below."""
     transfers: Mapping[Form, tuple[float, float]]
     """Form -> of one row, and of all."""
+    gather: float = 0.0
+    """Of what travels from the beginning on, before what is reduced."""
+    beside: float = 0.0
+    """Of what is computed after that and the product, while the rest is reduced."""
 
     def multiply(self, rows: int) -> float:
         """Linear between the numbers of rows that were measured."""
@@ -134,8 +169,8 @@ def predict(kind: Kind, ranks: int, plan: Plan, times: Times) -> float:
     own = times.multiply(times.rows)
     pieces = [(times.multiply(size), times.transfer(plan.form, size)) for size in sizes]
     if plan.form == "collective":
-        return _collective(kind, ranks, own, pieces)
-    link = computed = 0.0
+        return _collective(kind, ranks, own, pieces, times)
+    computed, link = 0.0, times.gather
     arrived: list[float] = []
     if kind == "gather":
         computed = own
@@ -151,11 +186,13 @@ def predict(kind: Kind, ranks: int, plan: Plan, times: Times) -> float:
             computed = max(computed, arrived[hop - len(pieces)])
         link = max(link, computed) + transfer
         arrived.append(link)
-    return max(link, computed + own)
+    return max(link, max(computed + own, times.gather) + times.beside)
 
 
-def _collective(kind: Kind, ranks: int, own: float, pieces: Sequence[tuple[float, float]]) -> float:
-    link = computed = 0.0
+def _collective(
+    kind: Kind, ranks: int, own: float, pieces: Sequence[tuple[float, float]], times: Times
+) -> float:
+    computed, link = 0.0, times.gather
     if kind == "gather":
         computed = own
         for product, transfer in pieces:
@@ -166,7 +203,7 @@ def _collective(kind: Kind, ranks: int, own: float, pieces: Sequence[tuple[float
     for product, transfer in pieces:
         computed += parts * product
         link = max(link, computed) + transfer
-    return link
+    return max(link, max(computed, times.gather) + times.beside)
 
 
 def plain(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -188,6 +225,10 @@ def overlapped(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup, plan:
     return by_kind[kind](x, w, group, plan)
 
 
+def _run(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup, plan: Plan | None) -> Tensor:
+    return plain(kind, x, w, group) if plan is None else overlapped(kind, x, w, group, plan)
+
+
 @torch.no_grad()
 def _choose(
     kind: Kind,
@@ -196,12 +237,13 @@ def _choose(
     group: dist.ProcessGroup,
     also: Sequence[Plan] = (),
     form: Form | None = None,
+    beside: Beside | None = None,
 ) -> Plan | None:
     """Of those that should be quicker than the plain way, and of `also`; of one form, if the kind has it."""
     rows = _rows(kind, x, group)
     if rows == 0:
         return None
-    times = measure(kind, x, w, group)
+    times = measure(kind, x, w, group, beside)
     forms = [form] if form is not None and form in times.transfers else list(times.transfers)
     predicted = {
         plan: predict(kind, group.size(), plan, times)
@@ -211,23 +253,60 @@ def _choose(
     in_order = sorted(predicted, key=predicted.__getitem__)
     unless = _in_order(kind, group.size(), times)
     better = [plan for plan in in_order if predicted[plan] < unless]
-    finalists = [
+    with_bits = [
         *_with_same_bits(kind, x, w, group, better),
         *_with_same_bits(kind, x, w, group, also),
-    ] or [*better[:1], *also]
+    ]
+    finalists = with_bits or [*better[:1], *also]
     if not finalists:
         return None
-    calls = [partial(overlapped, kind, x, w, group, plan) for plan in finalists]
-    both = _alternately(x, group, _ROUNDS, partial(plain, kind, x, w, group), *calls)
-    stock, *ours = _slowest(x, group, both)
-    seconds, best = min(zip(ours, finalists, strict=True), key=lambda found: found[0])
-    return best if seconds < stock else None
+    run = partial(_run, kind, x, w, group) if beside is None else beside.run
+    best = _quickest(x, group, run, finalists)
+    if not with_bits:
+        warn_once("tp_overlap", _other_bits(kind, x, w, best))
+    return best
+
+
+def _quickest(
+    x: Tensor,
+    group: dist.ProcessGroup,
+    run: Callable[[Plan | None], object],
+    plans: Sequence[Plan],
+) -> Plan | None:
+    """That of the plans, if it is quicker than the plain way by the margin, twice."""
+    ratio, best = min(zip(_ratios(x, group, run, plans), plans, strict=True), key=itemgetter(0))
+    if ratio > _MOST or _ratios(x, group, run, [best])[0] > _MOST:
+        return None
+    return best
+
+
+def _ratios(
+    x: Tensor,
+    group: dist.ProcessGroup,
+    run: Callable[[Plan | None], object],
+    plans: Sequence[Plan],
+) -> list[float]:
+    """Of each plan's seconds to the plain way's in the same round, the median."""
+    calls = [partial(run, plan) for plan in (None, *plans)]
+    stock, *ours = _alternately(x, group, _ROUNDS, *calls)
+    return [median(a / b for a, b in zip(found, stock, strict=True)) for found in ours]
+
+
+def _other_bits(kind: Kind, x: Tensor, w: Tensor, best: Plan | None) -> str:
+    chosen = "nothing overlaps" if best is None else f"{best.form} of {best.chunks}"
+    return (
+        f"{kind} of a {list(x.shape)} by {list(w.shape)} product: no way to overlap it has the plain way's "
+        f"bits; by measured times: {chosen}. Another run may choose otherwise, and differ in roundings; "
+        "--accel-tp-chunks N leaves no choice"
+    )
 
 
 def _in_order(kind: Kind, ranks: int, times: Times) -> float:
     """Seconds of the plain way."""
     _, collective = times.transfers["collective"]
-    return collective + times.product[times.rows] * (1 if kind == "all_reduce" else ranks)
+    computed = times.product[times.rows] * (1 if kind == "all_reduce" else ranks)
+    ready = max(times.gather, computed)
+    return ready + max(collective, times.beside)
 
 
 def _with_same_bits(
@@ -251,22 +330,30 @@ def _with_same_bits(
     return found
 
 
-def measure(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup) -> Times:
+def measure(
+    kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup, beside: Beside | None = None
+) -> Times:
     """Time the parts of a product; all ranks of the group together."""
     rows = _rows(kind, x, group)
     own = x[:rows]
-    travels = own if kind == "gather" else own.new_empty((rows, w.shape[1]))
+    travels = own if kind == "gather" else own.new_zeros((rows, w.shape[1]))
     sizes = sorted({max(1, rows >> halvings) for halvings in range(_HALVINGS + 1)})
     forms: tuple[Form, ...] = ("collective",) if kind == "all_reduce" else FORMS
     calls: list[Callable[[], object]] = [partial(torch.mm, own[:size], w) for size in sizes]
     for form in forms:
-        calls += [partial(_travel, kind, form, travels[:size].clone(), group) for size in (1, rows)]
-    found = _slowest(x, group, [_alternately(x, group, _REPEATS, call)[0] for call in calls])
+        for size in (1, rows):
+            of_all = kind == "reduce_scatter" and form == "collective"
+            piece = travels[:size].repeat(group.size() if of_all else 1, 1)
+            calls.append(partial(_travel, kind, form, piece, group))
+    if beside is not None:
+        calls += [beside.gather, beside.product]
+    found = [median(_alternately(x, group, _REPEATS, call)[0]) for call in calls]
     transfers = iter(found[len(sizes) :])
     return Times(
         rows,
         dict(zip(sizes, found, strict=False)),
         {form: (next(transfers), next(transfers)) for form in forms},
+        *transfers,
     )
 
 
@@ -275,7 +362,8 @@ def _rows(kind: Kind, x: Tensor, group: dist.ProcessGroup) -> int:
 
 
 def _travel(kind: Kind, form: Form, rows: Tensor, group: dist.ProcessGroup) -> None:
-    """One hop of a ring, or the collective of a piece with as many rows of each rank."""
+    """One hop of a ring, or the collective of a piece: of as many rows of each rank, which it has all where
+    they are scattered."""
     if form == "ring":
         transfer = Transfer(rows, torch.empty_like(rows), group)
         transfer.wait_received()
@@ -283,15 +371,16 @@ def _travel(kind: Kind, form: Form, rows: Tensor, group: dist.ProcessGroup) -> N
     elif kind == "gather":
         gather_rows(rows, group)
     elif kind == "reduce_scatter":
-        reduce_scatter_rows(rows.repeat(group.size(), 1), group)
+        reduce_scatter_rows(rows, group)
     else:
         dist.all_reduce(rows, group=group)
 
 
 def _alternately(
     x: Tensor, group: dist.ProcessGroup, rounds: int, *calls: Callable[[], object]
-) -> list[float]:
-    """Median seconds of each, after a first round that does not count; the ranks begin each together."""
+) -> list[list[float]]:
+    """Seconds of each in each round on the slowest rank, after a first round that does not count; the ranks
+    begin each together."""
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(1 + rounds):
         for call, found in zip(calls, seconds, strict=True):
@@ -301,18 +390,14 @@ def _alternately(
             call()
             _synchronize(x.device)
             found.append(perf_counter() - start)
-    return [median(found[1:]) for found in seconds]
+    slowest = x.new_tensor([found[1:] for found in seconds], dtype=torch.float32)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return slowest.tolist()
 
 
 def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def _slowest(x: Tensor, group: dist.ProcessGroup, seconds: Sequence[float]) -> list[float]:
-    found = x.new_tensor(seconds, dtype=torch.float32)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return found.tolist()
 
 
 _CURRENT: list[Overlap] = []

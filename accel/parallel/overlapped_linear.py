@@ -3,6 +3,8 @@
     gather_matmul           gather(x) w     the rows of other ranks are multiplied as they come
     matmul_reduce_scatter   reduce(x w)     rows for other ranks leave as they are computed; each gets its own
     matmul_all_reduce       reduce(x w)     the same, and every rank gets all
+    begin_...               what there is to multiply of the latter two; what the caller does then runs beside
+                            the rest of the sum
 
 Letters     R  ranks;   S  first dimension of one rank;   T  rows of one rank, the product of S and what
             lies between the first dimension and the last;   K  in;   N  out features.   w [K, N]
@@ -17,8 +19,10 @@ Forms       ring        pieces go from rank to rank, R - 1 times, by send and re
                         ranks whatever `chunks` is; all-reduced results by collectives
 Bits        those of the product of all rows followed by the collective, where a row's product does not depend
             on how many rows there are, and a sum not on its order: of two ranks it does not
-Memory      received where it stays: no copy but that of the own rows, for who keeps them (and what
-            torch.distributed copies in its collectives); what stock holds, and one piece. Symmetric: and
+Memory      what stock holds, and one piece. A ring receives where it stays, with no copy but that of the own
+            rows for who keeps them; of a sum it holds at most what the last hop sent, what this one sends and
+            what comes. A collective multiplies what it gathers where it came, and copies it, held twice, for
+            who keeps it in more than one piece (and what torch.distributed copies itself). Symmetric: and
             PyTorch's workspace
 Errors      a rank that is gone: those of the collective or the receive, within the group's own time-out; not
             so of symmetric memory
@@ -26,10 +30,12 @@ Errors      a rank that is gone: those of the collective or the receive, within 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -44,6 +50,8 @@ __all__ = [
     "Form",
     "Kind",
     "Plan",
+    "begin_matmul_all_reduce",
+    "begin_matmul_reduce_scatter",
     "gather_matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
@@ -112,19 +120,19 @@ def gather_matmul(
     """
     if plan.form == SYMMETRIC and x.numel():
         return symmetric_memory.gather_matmul(x, w, group, keep=keep)
-    ranks, me = group.size(), group.rank()
+    ranks = group.size()
     own = _rows(x)
     lead = (ranks * x.shape[0], *x.shape[1:-1])
-    whole = x.new_empty((*lead, x.shape[-1]))
+    whole = x.new_empty((*lead, x.shape[-1])) if keep else None
     y = x.new_empty((*lead, w.shape[1]))  # no view of another tensor: who gets it may write into it
-    wholes, ys = (t.view(ranks, own.shape[0], t.shape[-1]) for t in (whole, y))
+    ys = y.view(ranks, own.shape[0], w.shape[1])
     pieces = pieces_of(own.shape[0], "gather", plan)
-    arriving = (_around if plan.form == "ring" else _together)(own, wholes, group, pieces)
-    for owner, piece in arriving:
-        torch.mm((own if owner == me else wholes[owner])[piece], w, out=ys[owner, piece])
-    if keep:
-        wholes[me] = own
-    return y, whole if keep else None
+    kept = None if whole is None else whole.view(ranks, *own.shape)
+    for rows, owner, piece in (_around if plan.form == "ring" else _together)(
+        own, kept, group, pieces
+    ):
+        torch.mm(rows, w, out=ys[owner, piece])
+    return y, whole
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -132,41 +140,50 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _around(
-    x: Tensor, whole: Tensor, group: dist.ProcessGroup, pieces: Sequence[slice]
-) -> Iterator[tuple[int, slice]]:
-    """The own rows at once, then rank and piece of what has come into `whole` by the ring."""
+    x: Tensor, kept: Tensor | None, group: dist.ProcessGroup, pieces: Sequence[slice]
+) -> Iterator[tuple[Tensor, int, slice]]:
+    """The own rows at once, then what has come by the ring, with its rank and piece; all rows go into `kept`
+    too, if it is given."""
     ranks, me = group.size(), group.rank()
+    whole = x.new_empty((ranks, *x.shape)) if kept is None else kept
     hops = [((me - hop) % ranks, piece) for hop in range(1, ranks) for piece in pieces]
     sources = [x[piece] for piece in pieces] + [whole[hop] for hop in hops]
     transfers = [
         Transfer(source, whole[hop], group)
         for source, hop in zip(sources, hops[: len(pieces)], strict=False)
     ]
-    yield me, slice(None)
+    yield x, me, slice(None)
     for i, hop in enumerate(hops):
         transfers[i].wait_received()
         if (onward := i + len(pieces)) < len(hops):
             transfers.append(Transfer(sources[onward], whole[hops[onward]], group))
-        yield hop
+        yield whole[hop], *hop
+    if kept is not None:
+        kept[me] = x
     for transfer in transfers:
         transfer.wait_sent()
 
 
 def _together(
-    x: Tensor, whole: Tensor, group: dist.ProcessGroup, pieces: Sequence[slice]
-) -> Iterator[tuple[int, slice]]:
+    x: Tensor, kept: Tensor | None, group: dist.ProcessGroup, pieces: Sequence[slice]
+) -> Iterator[tuple[Tensor, int, slice]]:
     """As `_around`, by all-gathers."""
     ranks, me = group.size(), group.rank()
-    works = [
-        dist.all_gather([whole[r, piece] for r in range(ranks)], x[piece], group, async_op=True)
-        for piece in pieces
-    ]
-    yield me, slice(None)
-    for piece, work in zip(pieces, works, strict=True):
+    coming: deque[tuple[Tensor, Any]] = deque()
+    for piece in pieces:
+        into = x.new_empty((ranks, *x[piece].shape)) if kept is None or len(pieces) > 1 else kept
+        coming.append(
+            (into, dist.all_gather_into_tensor(into, x[piece], group=group, async_op=True))
+        )
+    yield x, me, slice(None)
+    for piece in pieces:
+        into, work = coming.popleft()
         work.wait()
         for owner in range(ranks):
             if owner != me:
-                yield owner, piece
+                yield into[owner], owner, piece
+        if kept is not None and into is not kept:
+            kept[:, piece] = into
 
 
 def matmul_reduce_scatter(x: Tensor, w: Tensor, group: dist.ProcessGroup, plan: Plan) -> Tensor:
@@ -181,43 +198,69 @@ def matmul_reduce_scatter(x: Tensor, w: Tensor, group: dist.ProcessGroup, plan: 
     Raises:
         ValueError: the ranks do not divide the first dimension.
     """
+    return begin_matmul_reduce_scatter(x, w, group, plan)()
+
+
+def begin_matmul_reduce_scatter(
+    x: Tensor, w: Tensor, group: dist.ProcessGroup, plan: Plan
+) -> Callable[[], Tensor]:
+    """The products of `matmul_reduce_scatter`.
+
+    Returns:
+        To be called once: waits for the rest of the sum, and gives it. Symmetric: waits here.
+    """
     ranks = group.size()
     if x.shape[0] % ranks:
         raise ValueError(
             f"the first dimension, {x.shape[0]}, is to be scattered and is no multiple of the {ranks} ranks"
         )
     if plan.form == SYMMETRIC and x.numel():
-        return symmetric_memory.matmul_reduce_scatter(x, w, group)
+        found = symmetric_memory.matmul_reduce_scatter(x, w, group)
+        return lambda: found
     y = x.new_empty((x.shape[0] // ranks, *x.shape[1:-1], w.shape[1]))
     own = y.view(y.numel() // w.shape[1], w.shape[1])
     every = _rows(x).view(ranks, own.shape[0], x.shape[-1])
     pieces = pieces_of(own.shape[0], "reduce_scatter", plan)
-    (_sum_around if plan.form == "ring" else _sum_together)(every, w, own, group, pieces)
-    return y
+    finish = (_sum_around if plan.form == "ring" else _sum_together)(every, w, own, group, pieces)
+
+    def finished() -> Tensor:
+        finish()
+        return y
+
+    return finished
 
 
 def _sum_around(
     x: Tensor, w: Tensor, y: Tensor, group: dist.ProcessGroup, pieces: Sequence[slice]
-) -> None:
+) -> Callable[[], None]:
     """The sum of a rank's rows begins at the next rank and goes once around; it adds its own last."""
     ranks, me = group.size(), group.rank()
-    coming: list[Transfer] = []
+    coming: deque[Transfer] = deque()
+    leaving: deque[Transfer] = deque()
     for hop in range(1, ranks):
         for piece in pieces:
             part = torch.mm(x[(me - hop) % ranks, piece], w)
             if hop > 1:
-                part += coming[-len(pieces)].received()
+                before = coming.popleft()
+                part += before.received()
+                leaving.append(before)
+            if len(leaving) > len(pieces):  # a hop ago: it has left long since
+                leaving.popleft().wait_sent()
             coming.append(Transfer(part, torch.empty_like(part), group))
     torch.mm(x[me], w, out=y)
-    for piece, transfer in zip(pieces, coming[-len(pieces) :], strict=ranks > 1):
-        y[piece] += transfer.received()
-    for transfer in coming:
-        transfer.wait_sent()
+
+    def finish() -> None:
+        for piece, transfer in zip(pieces, coming, strict=ranks > 1):
+            y[piece] += transfer.received()
+        for transfer in (*leaving, *coming):
+            transfer.wait_sent()
+
+    return finish
 
 
 def _sum_together(
     x: Tensor, w: Tensor, y: Tensor, group: dist.ProcessGroup, pieces: Sequence[slice]
-) -> None:
+) -> Callable[[], None]:
     works = []
     for piece in pieces:
         parts = x.new_empty((x.shape[0], *y[piece].shape))
@@ -225,6 +268,10 @@ def _sum_together(
             torch.mm(rows, w, out=part)
         whole = parts.flatten(0, 1)
         works.append(dist.reduce_scatter_tensor(y[piece], whole, group=group, async_op=True))
+    return partial(_wait, works)
+
+
+def _wait(works: Sequence[Any]) -> None:
     for work in works:
         work.wait()
 
@@ -238,12 +285,22 @@ def matmul_all_reduce(x: Tensor, w: Tensor, group: dist.ProcessGroup, plan: Plan
     Returns:
         `[..., N]`.
     """
+    return begin_matmul_all_reduce(x, w, group, plan)()
+
+
+def begin_matmul_all_reduce(
+    x: Tensor, w: Tensor, group: dist.ProcessGroup, plan: Plan
+) -> Callable[[], Tensor]:
+    """The products of `matmul_all_reduce`, and to be called as that of `begin_matmul_reduce_scatter`."""
     y = x.new_empty((*x.shape[:-1], w.shape[1]))
     rows, sums = _rows(x), y.view(y.numel() // w.shape[1], w.shape[1])
     works = []
     for piece in pieces_of(rows.shape[0], "all_reduce", plan):
         torch.mm(rows[piece], w, out=sums[piece])
         works.append(dist.all_reduce(sums[piece], group=group, async_op=True))
-    for work in works:
-        work.wait()
-    return y
+
+    def finish() -> Tensor:
+        _wait(works)
+        return y
+
+    return finish

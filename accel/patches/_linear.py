@@ -75,7 +75,10 @@ def _wrapped(
         if upstream_needed(weight, call.get("gtp_remat_size", 1)):
             _say_what_stays()
             return upstream(*args, **kwargs)
-        return parallel_linear(call["input"], call["weight"], call["bias"], _layout(call))
+        bias = call["bias"]
+        if frozen and bias is not None:
+            bias = bias.detach()  # upstream's backward gives it no gradient either
+        return parallel_linear(call["input"], weight, bias, _layout(call))
 
     return linear
 

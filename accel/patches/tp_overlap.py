@@ -2,13 +2,18 @@
 
 ``--accel-tp-overlap`` cuts the rows of each linear layer into pieces. The input of a column-parallel layer is
 multiplied as it comes from the other ranks; the result of a row-parallel layer, and its gradient on the way
-back, travel piece by piece beside the product. What Megatron hides already stays as it is: the second gather
-of the input and the reduction of its gradient, beside the products of the backward pass.
+back, travel piece by piece beside the product. The gradient of a column-parallel layer's input, which
+Megatron reduces beside the product of the weight's gradient, leaves while it is computed; the second gather
+of the input stays as Megatron hides it.
 
 ``--accel-tp-chunks auto`` (the default) times the parts of each product where it first runs, on the
 slowest rank, tries the four ways (numbers of pieces, and how these are sent) that should be quickest by these
 times of those with the plain way's bits (one of all, if those that should be quicker than it have others)
-beside the plain way, and takes the quickest. A number gives every product as many pieces, 1 none.
+beside the plain way, and takes the quickest if it is quicker than the plain way by 3 %, and is so again where
+both run once more. Of a reduction beside a weight's gradient, what is timed is the whole backward pass. If no
+way has the plain way's bits, as of sums over more than two ranks, times decide on roundings, in which two
+trainings may then differ: a line names what was chosen, which is the same on every rank. A number gives every
+product as many pieces, 1 none, and leaves no choice.
 ``--accel-tp-overlap-form`` says how they go, where ``auto`` would choose that too: ``ring``, from rank to
 rank by sends and receives, for which own rows are multiplied while nothing has come yet (a number's own way);
 or ``collective``, the one way of what is all-reduced. ``symmetric`` is PyTorch's own products

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from accel.parallel import linear, overlap, symmetric_memory
+from accel.parallel import linear, overlap, overlapped_linear, symmetric_memory
+from accel.parallel.collectives import gather_rows, reduce_scatter_rows
 from accel.parallel.linear import DelayedGradients, Layout, parallel_linear
-from accel.parallel.overlap import Overlap, Times
+from accel.parallel.overlap import Beside, Overlap, Times
 from accel.parallel.overlapped_linear import (
     FORMS,
     SYMMETRIC,
@@ -55,9 +58,9 @@ def draw(*sizes: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def rows_are_independent(x: Tensor, w: Tensor, chunks: int) -> bool:
+def rows_are_independent(x: Tensor, w: Tensor, chunks: int, group: Any = None) -> bool:
     """Whether on each rank all pieces' products have the bits of the whole product."""
-    ranks = dist.get_world_size()
+    ranks = dist.get_world_size(group)
     x = x.reshape(-1, x.shape[-1])
     whole = x @ w
     pieces = pieces_of(len(x), "all_reduce", Plan(chunks))
@@ -71,7 +74,7 @@ def rows_are_independent(x: Tensor, w: Tensor, chunks: int) -> bool:
         ]
     here = all(torch.equal(x[piece] @ w, whole[piece]) for piece in pieces)
     everywhere = torch.tensor(int(here))
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+    dist.all_reduce(everywhere, dist.ReduceOp.MIN, group)
     return bool(everywhere)
 
 
@@ -193,7 +196,9 @@ def test_auto_tries_symmetric_memory_where_it_was_asked_for(
     monkeypatch.setattr(overlap, "measure", lambda *args: times)
     monkeypatch.setattr(overlap, "CHUNKS", (2,))
     monkeypatch.setattr(
-        overlap, "_alternately", lambda x, group, rounds, *calls: seconds[: len(calls)]
+        overlap,
+        "_alternately",
+        lambda x, group, rounds, *calls: [[s] for s in seconds[: len(calls)]],
     )
     x, w = draw(64, IN, dtype=torch.float32), draw(IN, OUT, dtype=torch.float32)
     expected = [None, Plan(2), Plan(2, SYMMETRIC)]
@@ -261,11 +266,18 @@ def test_rows_that_the_ranks_do_not_divide_are_named() -> None:
 class Layer:
     """A layer's operands on this rank, and all that a step gives."""
 
-    def __init__(self, mode: Any, sequence_parallel: bool, shape: tuple[int, ...], dtype: Any):
-        ranks, me = dist.get_world_size(), dist.get_rank()
+    def __init__(
+        self,
+        mode: Any,
+        sequence_parallel: bool,
+        shape: tuple[int, ...],
+        dtype: Any,
+        group: Any = None,
+    ):
+        self.group = group or dist.group.WORLD
+        ranks, me = self.group.size(), self.group.rank()
         rows = ranks * shape[0]
-        self.dtype = dtype
-        self.layout = Layout(mode, dist.group.WORLD, sequence_parallel)
+        self.layout = Layout(mode, self.group, sequence_parallel)
         shared = mode == "column" and not sequence_parallel
         every = draw(ranks, rows, *shape[1:], IN, dtype=dtype)
         x = every[0] if shared else every[me]
@@ -285,22 +297,28 @@ class Layer:
             t.clone().requires_grad_(t_)
             for t, t_ in zip((self.x, self.w, self.bias), trained, strict=True)
         ]
+        self.weight: Any = operands[1]
         y = parallel_linear(*operands, layout or self.layout)
         y *= 2  # in place, as Megatron's cross entropy writes into the logits
         if y.requires_grad:
             y.backward(self.dy)
         return y.detach(), [t.grad for t in operands]
 
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """What the weight gradient is made of under sequence parallelism: x, and the product's gradient."""
+        dy = self.dy * 2  # `step` doubles the result
+        if self.layout.mode == "column":
+            return gather_rows(self.x, self.group)[0], dy
+        return self.x, gather_rows(dy, self.group)[0]
+
     def exact(self, chunks: int) -> bool:
         """Whether both directions' products have independent rows."""
-        group = dist.group.WORLD
-        assert group is not None
-        ranks = dist.get_world_size()
+        ranks = self.group.size()
         forward = torch.cat([self.x] * ranks) if self.layout.mode == "column" else self.x
         back = torch.cat([self.dy] * ranks) if self.layout.mode == "row" else self.dy
         found = [
-            rows_are_independent(forward, self.w.t(), chunks),
-            rows_are_independent(back, self.w, chunks),
+            rows_are_independent(forward, self.w.t(), chunks, self.group),
+            rows_are_independent(back, self.w, chunks, self.group),
         ]
         return ranks == 2 and all(found)
 
@@ -353,15 +371,22 @@ def test_every_way_of_the_weights_gradient(mode: Any) -> None:
         late = Layout(mode, dist.group.WORLD, True, delayed=delayed)
         check(layer.step(late), dx, None, db)
         assert len(delayed) == 1
+        delayed.compute_next()
+        assert torch.equal(layer.weight.grad, dw)
 
         taken: list[Tensor] = []
         theirs = Layout(mode, dist.group.WORLD, True, taken=lambda dy: taken.append(dy) or True)
         check(layer.step(theirs), dx, None, db)
-        assert len(taken) == 1
+        whole_x, whole_dy = layer.whole()
+        (theirs_dy,) = taken
+        assert torch.equal(theirs_dy, whole_dy)
+        assert torch.equal(theirs_dy.flatten(0, -2).t() @ whole_x.flatten(0, -2), dw)
 
         with input_part() as part:
             check(layer.step(), dx, None, db)
         assert len(part) == 1
+        part.compute()
+        assert torch.equal(layer.weight.grad, dw)
 
         off = Layout(mode, dist.group.WORLD, True, overlap_gather=False, overlap_reduce=False)
         found, gradients = layer.step(off)
@@ -369,25 +394,153 @@ def test_every_way_of_the_weights_gradient(mode: Any) -> None:
         assert all(map(torch.equal, gradients, (dx, dw, db)))
 
 
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("given", [{}, {"delayed": DelayedGradients()}], ids=["now", "delayed"])
+@pytest.mark.distributed(world_size=2)
+def test_the_inputs_gradient_travels_in_pieces_while_the_weights_is_formed(
+    given: dict[str, Any], sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    begin, form = linear._begin_matmul_reduce, linear._weight_gradient
+
+    def begun(x: Tensor, w: Tensor, layout: Layout, plan: Plan) -> Any:
+        finish = begin(x, w, layout, plan)
+        events.append(f"{plan.chunks} pieces begun")
+        return lambda: (events.append("finished"), finish())[1]
+
+    def formed(*args: Any) -> Any:
+        events.append("formed")
+        return form(*args)
+
+    monkeypatch.setattr(linear, "_begin_matmul_reduce", begun)
+    monkeypatch.setattr(linear, "_weight_gradient", formed)
+    layer = Layer("column", sequence_parallel, (6, 2), torch.float32)
+    with overlapping(Overlap(3)):
+        layer.step(Layout("column", dist.group.WORLD, sequence_parallel, **given))
+    assert events == ["3 pieces begun", "formed", "finished"]
+
+
 @pytest.mark.parametrize(
-    ("given", "in_pieces"), [({}, 0), ({"delayed": DelayedGradients()}, 1)], ids=["now", "delayed"]
+    ("dtype", "of_main_grad"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+    ids=str,
 )
 @pytest.mark.distributed(world_size=2)
-def test_the_inputs_gradient_travels_in_pieces_where_no_weights_gradient_hides_it(
-    given: dict[str, Any], in_pieces: int, monkeypatch: pytest.MonkeyPatch
+def test_the_weights_gradient_is_added_once_to_main_grad(
+    dtype: torch.dtype, of_main_grad: torch.dtype
 ) -> None:
-    calls: list[Any] = []
+    """Whether a plan was given, or is measured in the backward."""
+    cases = itertools.product(("column", "row"), (True, False))
+    for mode, sequence_parallel in cases:
+        layer = Layer(mode, sequence_parallel, (6, 2), dtype)
+        layout = Layout(layer.layout.mode, dist.group.WORLD, sequence_parallel, into_main_grad=True)
 
-    def noted(*args: Any) -> Tensor:
-        calls.append(args)
-        return matmul_reduce(*args)
+        def main_grad(layer: Layer = layer, layout: Layout = layout) -> Tensor:
+            weight: Any = layer.w.clone().requires_grad_()
+            weight.main_grad = torch.ones(OUT, IN, dtype=of_main_grad)
+            weight.grad_added_to_main_grad = False
+            x = layer.x.clone().requires_grad_()
+            (parallel_linear(x, weight, None, layout) * 2).backward(layer.dy)
+            assert weight.grad_added_to_main_grad
+            assert x.grad is not None
+            return weight.main_grad
 
-    matmul_reduce = linear._matmul_reduce
-    monkeypatch.setattr(linear, "_matmul_reduce", noted)
-    layer = Layer("column", True, (6, 2), torch.float32)
-    with overlapping(Overlap(3)):
-        layer.step(Layout("column", dist.group.WORLD, True, **given))
-    assert len(calls) == in_pieces
+        expected = main_grad()
+        for chosen in (Overlap(3), Overlap(3, "collective"), Overlap()):
+            with overlapping(chosen):
+                assert torch.equal(main_grad(), expected)
+
+
+@pytest.mark.distributed(world_size=4)
+def test_a_group_that_is_not_the_world() -> None:
+    """Of ranks that are not neighbours, beside another one with other values."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    number = dist.get_rank() % 2
+    for mode, sequence_parallel in itertools.product(("column", "row"), (True, False)):
+        layer = Layer(mode, sequence_parallel, (5, 2), torch.float32, groups[number])
+        layer.x, layer.dy = (t * (1 + number) for t in (layer.x, layer.dy))
+        y, gradients = layer.step()
+        for chosen in (Overlap(3), Overlap(3, "collective"), Overlap()):
+            with overlapping(chosen):
+                found, found_gradients = layer.step()
+            exact = chosen.fixed is not None and layer.exact(3)
+            for g, e in zip((found, *found_gradients), (y, *gradients), strict=True):
+                assert_same(g, e, exact, 256)
+
+
+@pytest.mark.distributed(world_size=4)
+def test_a_ring_lets_go_of_what_it_has_added_and_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    most: list[int] = []
+
+    class Counted(overlapped_linear.Transfer):
+        def __init__(self, outgoing: Tensor, into: Tensor, group: Any) -> None:
+            alive.extend(map(weakref.ref, (outgoing, into)))
+            most.append(sum(tensor() is not None for tensor in alive))
+            super().__init__(outgoing, into, group)
+
+    monkeypatch.setattr(overlapped_linear, "Transfer", Counted)
+    group, pieces = dist.group.WORLD, 3
+    assert group is not None
+    x, w = draw(4 * 6, IN, dtype=torch.float32), draw(IN, OUT, dtype=torch.float32)
+    matmul_reduce_scatter(x, w, group, Plan(pieces))
+    assert max(most) <= 3 * pieces + 1
+    assert not any(tensor() is not None for tensor in alive)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_collectives_gather_where_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One piece in the result; more, or what nobody keeps, in buffers that are multiplied."""
+    into: list[Tensor] = []
+
+    def noted(out: Tensor, *args: Any, **kwargs: Any) -> Any:
+        into.append(out)
+        return gather(out, *args, **kwargs)
+
+    gather = dist.all_gather_into_tensor
+    monkeypatch.setattr(dist, "all_gather_into_tensor", noted)
+    group = dist.group.WORLD
+    assert group is not None
+    x, w = draw(6, IN, dtype=torch.float32), draw(IN, OUT, dtype=torch.float32)
+    _, whole = gather_matmul(x, w, group, Plan(1, "collective"), keep=True)
+    assert whole is not None
+    assert [t.data_ptr() for t in into] == [whole.data_ptr()]
+    into.clear()
+    gather_matmul(x, w, group, Plan(2, "collective"))
+    assert [t.shape for t in into] == [(2, 4, IN), (2, 2, IN)]
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_frozen_weight_gives_what_upstreams_own_layer_does() -> None:
+    from megatron.core.tensor_parallel import layers as megatrons
+
+    from accel.patches import _linear
+
+    ours = _linear.frozen_through_ours(megatrons.linear_with_frozen_weight)
+    for sequence_parallel, dtype in itertools.product((True, False), DTYPES):
+        layer = Layer("column", sequence_parallel, (6, 2), dtype)
+        group = dist.group.WORLD
+
+        def step(
+            linear: Any, layer: Layer = layer, sequence_parallel: bool = sequence_parallel
+        ) -> Any:
+            x, bias = (t.clone().requires_grad_() for t in (layer.x, layer.bias))
+            saved: list[Tensor] = []
+            with saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+                y = linear(x, layer.w, bias, False, not sequence_parallel, sequence_parallel, group)
+            y.backward(layer.dy)
+            return y.detach(), x.grad, bias.grad, [t.shape for t in saved]
+
+        *expected, saved = step(megatrons.linear_with_frozen_weight)
+        with overlapping(Overlap(3)):
+            *found, saved_too = step(ours)
+        assert saved_too == saved
+        for g, e in zip(found, expected, strict=True):
+            assert_same(g, e, layer.exact(3), 64)
 
 
 @pytest.mark.distributed(world_size=2)
@@ -436,8 +589,11 @@ def test_auto_measures_once_and_all_ranks_choose_alike() -> None:
             known = dict(chosen.chosen)
             layer.step()
             assert chosen.chosen == known
-    kinds = {key[0] for key in chosen.chosen}
-    assert kinds == {"gather", "reduce_scatter", "all_reduce"}
+    kinds = {key[:2] for key in chosen.chosen}
+    reductions = itertools.product(("reduce_scatter", "all_reduce"), (True, False))
+    assert kinds == {("gather", True), *reductions}, (
+        "of products alone, and beside weight gradients"
+    )
     everybodys: list[Any] = [None, None]
     dist.all_gather_object(everybodys, list(map(str, chosen.chosen.items())))
     assert everybodys[0] == everybodys[1]
@@ -448,7 +604,8 @@ def test_auto_measures_once_and_all_ranks_choose_alike() -> None:
 def test_auto_prefers_the_bits_of_the_plain_way(
     with_bits: int, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More pieces should be quicker here; from more than `with_bits` one rank gets other bits."""
+    """More pieces should be quicker here; from more than `with_bits` one rank gets other bits. Where none has
+    those of the plain way, a line says what runs."""
 
     def times(*args: Any) -> Times:
         each = {1: 1.0, 64: 64.0}
@@ -461,10 +618,17 @@ def test_auto_prefers_the_bits_of_the_plain_way(
     monkeypatch.setattr(overlap, "measure", times)
     monkeypatch.setattr(overlap, "overlapped", overlapped)
     monkeypatch.setattr(
-        overlap, "_alternately", lambda x, group, rounds, *calls: [2.0] + [1.0] * (len(calls) - 1)
+        overlap,
+        "_alternately",
+        lambda x, group, rounds, *calls: [[2.0], *[[1.0]] * (len(calls) - 1)],
     )
+    said: list[str] = []
+    monkeypatch.setattr(overlap, "warn_once", lambda feature, line: said.append(line))
     x, w = draw(64, IN, dtype=torch.float32), draw(IN, OUT, dtype=torch.float32)
-    assert Overlap().plan("gather", x, w, dist.group.WORLD) == Plan(chunks, "ring")
+    chosen = Overlap()
+    for _ in range(2):
+        assert chosen.plan("gather", x, w, dist.group.WORLD) == Plan(chunks, "ring")
+    assert ["by measured times: ring of 16." in line for line in said] == [True] * (not with_bits)
     assert torch.equal(
         x, draw(64, IN, dtype=torch.float32)
     )  # and not what was drawn for the comparison
@@ -506,33 +670,106 @@ def test_auto_tries_the_form_that_was_asked_for(
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
-        ([4.0, 2.0, 3.0, 3.0, 3.0], Plan(16)),
-        ([4.0, 3.0, 2.0, 3.0, 3.0], Plan(8)),
-        ([4.0, 3.0, 3.0, 3.0, 2.0], Plan(2)),
-        ([1.0, 3.0, 3.0, 2.0, 2.0], None),
+        ({None: [4.0], 16: [2.0], 8: [3.0], 4: [3.0], 2: [3.0]}, Plan(16)),
+        ({None: [4.0], 16: [3.0], 8: [2.0], 4: [3.0], 2: [3.0]}, Plan(8)),
+        ({None: [4.0], 16: [3.0], 8: [3.0], 4: [3.0], 2: [2.0]}, Plan(2)),
+        ({None: [1.0], 16: [3.0], 8: [3.0], 4: [2.0], 2: [2.0]}, None),
+        ({None: [1.0], 16: [0.98], 8: [0.98], 4: [0.98], 2: [0.98]}, None),
+        ({None: [1.0], 16: [1.0], 8: [0.9] * 6 + [1.0] * 6, 4: [1.0], 2: [1.0]}, None),
+        ({None: [1, 1, 1, 1, 5, 5], 16: [1.0], 8: [1.0], 4: [1.0], 2: [1.0]}, None),
+        ({None: [1, 3, 1, 3], 16: [0.9, 2.7], 8: [1, 3], 4: [1, 3], 2: [1, 3]}, Plan(16)),
+    ],
+    ids=[
+        *("the first", "the second", "the last", "none"),
+        *(
+            "too little",
+            "lucky once",
+            "stock unlucky twice",
+            "a machine that is slow in some rounds",
+        ),
     ],
 )
 @pytest.mark.distributed(world_size=2)
 def test_auto_takes_the_quickest_of_those_that_it_tries(
-    seconds: list[float], expected: Plan | None, monkeypatch: pytest.MonkeyPatch
+    seconds: dict[int | None, list[float]], expected: Plan | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By prediction 16, 8, 4 and 2 pieces come first, in this order; rank 1 is quicker and is not asked."""
+    """By a clock that calls alone advance, if 3 % quicker in most rounds, twice. By prediction 16, 8, 4 and 2
+    pieces come first; rank 1, to which all take the same, waits for the other."""
+    now = [0.0]
+    of_calls = {chunks: itertools.cycle(found) for chunks, found in seconds.items()}
 
     def times(*args: Any) -> Times:
         each = {1: 1.0, 64: 64.0}
         return Times(64, each, {"ring": (2.0, 128.0), "collective": (200.0, 400.0)})
 
-    def measured(x: Tensor, group: Any, rounds: int, *calls: Any) -> list[float]:
-        assert len(calls) == 5, "the plain way and four plans"
-        return seconds if dist.get_rank() == 0 else [s / 2 for s in reversed(seconds)]
+    def run(kind: Any, x: Tensor, w: Tensor, group: Any, plan: Plan | None) -> None:
+        took = next(of_calls[None if plan is None else plan.chunks])
+        now[0] += took if dist.get_rank() == 0 else 0.5
 
     monkeypatch.setattr(overlap, "measure", times)
-    monkeypatch.setattr(overlap, "_alternately", measured)
+    monkeypatch.setattr(overlap, "_run", run)
+    monkeypatch.setattr(overlap, "perf_counter", lambda: now[0])
     monkeypatch.setattr(
         overlap, "overlapped", lambda kind, x, w, group, plan: overlap.plain(kind, x, w, group)
     )
     x, w = draw(64, IN, dtype=torch.float32), draw(IN, OUT, dtype=torch.float32)
-    assert Overlap().plan("gather", x, w, dist.group.WORLD) == expected
+    found = Overlap().plan("gather", x, w, dist.group.WORLD)
+    everybodys: list[Any] = [None, None]
+    dist.all_gather_object(everybodys, found)
+    assert everybodys == [expected, expected]
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_backward_pass_is_chosen_for_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs beside the plain way is the pass; what is predicted knows the weight gradient."""
+    found: list[Times] = []
+    now = [0.0]
+
+    def noted(kind: Any, ranks: int, plan: Plan, times: Times) -> float:
+        found.append(times)
+        return 0.0
+
+    def takes(seconds: float) -> None:
+        now[0] += seconds
+
+    ran: list[Plan | None] = []
+
+    def run(plan: Plan | None) -> None:
+        ran.append(plan)
+        takes(4.0 if plan is None else 3.0)
+
+    monkeypatch.setattr(overlap, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(overlap, "predict", noted)
+    monkeypatch.setattr(overlap, "CHUNKS", (2,))
+    beside = Beside(lambda: takes(5.0), lambda: takes(7.0), run)
+    x, w = draw(64, IN, dtype=torch.float32), draw(IN, OUT, dtype=torch.float32)
+    chosen = Overlap(form="ring")
+    group = dist.group.WORLD
+    assert group is not None
+    assert chosen.plan("reduce_scatter", x, w, group, lambda: beside) == Plan(2)
+    assert {(times.gather, times.beside) for times in found} == {(5.0, 7.0)}
+    assert set(ran) == {None, Plan(2)}
+    chosen.plan("reduce_scatter", x, w, group)
+    assert found[-1].beside == 0.0, "measured by itself where no weight gradient is formed"
+
+
+@pytest.mark.distributed(world_size=2)
+def test_what_a_reduction_sums_is_made_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums: list[Tensor] = []
+
+    def noted(x: Tensor, group: Any) -> Any:
+        sums.append(x)
+        return reduce_scatter_rows(x, group)
+
+    monkeypatch.setattr(overlap, "reduce_scatter_rows", noted)
+    x, w = draw(64, IN, dtype=torch.float32), draw(IN, OUT, dtype=torch.float32)
+    group = dist.group.WORLD
+    assert group is not None
+    overlap.measure("reduce_scatter", x, w, group)
+    assert {(t.data_ptr(), *t.shape) for t in sums} == {
+        (sums[0].data_ptr(), 2, OUT),
+        (sums[-1].data_ptr(), 64, OUT),
+    }
 
 
 @pytest.mark.parametrize("chosen", [None, Overlap(2)], ids=["plain", "overlapped"])

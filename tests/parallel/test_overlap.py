@@ -3,6 +3,8 @@ ranks: `tests/distributed/test_parallel_linear.py`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -78,6 +80,23 @@ def test_two_ranks_of_a_ring_wait_for_a_piece_at_most(
     pieces = pieces_of(24, "reduce_scatter", plan)
     waits = max(product * p.stop / 24 + transfer * (24 - p.start) / 24 for p in pieces)
     assert predict("reduce_scatter", 2, plan, times) == pytest.approx(max(2 * product, waits))
+
+
+@given(CHUNKS, st.sampled_from(FORMS), SECONDS, SECONDS, SECONDS, SECONDS)
+def test_a_backward_pass_reduces_beside_the_weights_gradient(
+    chunks: int, form: Form, product: float, transfer: float, gather: float, weights: float
+) -> None:
+    """From one piece on, behind the gather, while the rest of the product and the weight gradient run."""
+    alone = linear_times(24, product, transfer)
+    times = replace(alone, gather=gather, beside=weights)
+    plan = Plan(chunks, form)
+    computed = max(2 * product, gather) + weights
+    pieces = pieces_of(24, "reduce_scatter", plan)
+    both = 1 if form == "ring" else 2
+    leaves = [(both * product * p.stop / 24, transfer * (24 - p.start) / 24) for p in pieces]
+    link = max(max(begins, gather * (i == 0)) + rest for i, (begins, rest) in enumerate(leaves))
+    assert predict("reduce_scatter", 2, plan, times) == pytest.approx(max(computed, link))
+    assert predict("reduce_scatter", 2, plan, times) >= predict("reduce_scatter", 2, plan, alone)
 
 
 def test_small_pieces_hide_more() -> None:
