@@ -24,20 +24,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
-from types import FunctionType
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+
+from benchmarks.lab.replaced import replaced
 
 __all__ = ["Limit", "LimitedWork", "limit"]
 
@@ -117,20 +116,8 @@ def limit(bytes_per_second: float) -> Iterator[Limit]:
         for original in {getattr(module, name, None) for module in (dist, distributed_c10d)}
         - {None}
     }
-    with ExitStack() as stack:
-        for module, name, original in _holders(set(limited)):
-            stack.enter_context(mock.patch.object(module, name, limited[original]))
+    with replaced(limited):
         yield limit
-
-
-def _holders(functions: set[Any]) -> list[tuple[Any, str, Any]]:
-    """Modules that have one of the functions, and as what: Megatron's have some by names of their own."""
-    return [
-        (module, name, value)
-        for module in list(sys.modules.values())
-        for name, value in list(getattr(module, "__dict__", {}).items())
-        if type(value) is FunctionType and value in functions
-    ]
 
 
 class _Inside(threading.local):

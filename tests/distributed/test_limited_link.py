@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from accel.testing.distributed import under_torchrun
+from benchmarks._step_collectives import asked_by, collectives_as, here
 from benchmarks.lab.limited import Limit, LimitedWork, limit
 
 RATE = 4e6
@@ -189,6 +190,38 @@ def test_nothing_is_left_patched() -> None:
         failing()
     assert [getattr(dist, name) for name in names] == before
     assert distributed_c10d.isend is dist.isend
+
+
+@pytest.mark.distributed(world_size=2)
+def test_collectives_of_a_step_alone_and_none_of_them() -> None:
+    both, half, summed = torch.empty(2 * COUNT), torch.empty(COUNT), mine()
+
+    def step() -> None:
+        work = dist.all_gather_into_tensor(both, mine(), async_op=True)
+        assert work is not None
+        work.wait()
+        dist.reduce_scatter_tensor(half, both.clone())
+        dist.all_reduce(summed)
+
+    with collectives_as(here) as within:
+        within(step)()
+        dist.all_reduce(ranks := torch.ones(1))  # not of the step
+    assert ranks.item() == 2
+    assert torch.equal(both, torch.cat([mine(), mine()]))
+    assert torch.equal(half, mine())
+    assert torch.equal(summed, mine())
+    alone = asked_by(step)
+    numbers = torch.arange(COUNT, dtype=torch.float32)
+    assert torch.equal(both, torch.cat([numbers, numbers + 1]))
+    assert torch.equal(summed, 2 * numbers + 1)
+    counted: list[float] = []
+    with limit(1e12) as limited, pytest.MonkeyPatch.context() as patch:
+        occupy = limited.occupy
+        patch.setattr(limited, "occupy", lambda link, n: counted.append(n) or occupy(link, n))
+        asked_by(step)()
+    alone()
+    assert counted == [4 * COUNT] * 6
+    assert torch.equal(summed, 4 * numbers + 2), "of zeros"
 
 
 def test_link_is_free_after_the_last_byte() -> None:
