@@ -21,11 +21,13 @@ from accel.parallel.overlap import Overlap
 from accel.parallel.overlapped_linear import FORMS
 from benchmarks import _ranks
 from benchmarks._ranks import Call, Scheduled, group, in_turn, run, timed
+from benchmarks._step_collectives import asked_by, at_once, collectives_as, here
 from benchmarks._tp_overlap_trace import recorded
 from benchmarks.tp_overlap import (
     ALONE,
     AUTO,
     COLLECTIVES,
+    COMPUTATION,
     NUMBERS,
     PRODUCTS,
     RANKS,
@@ -263,8 +265,14 @@ def gpt_products(quick: bool) -> dict[str, Any]:
     return {"num_bytes": shape.num_bytes, "seconds": seconds}
 
 
-def gpt(quick: bool) -> dict[str, Any]:
-    shape, rounds = Gpt(quick), 2 if quick else 5
+def gpt(quick: bool, every: bool = False, pairs: int = 15) -> dict[str, Any]:
+    """Megatron's step and `auto`'s in `pairs` rounds, all others in the first ones of these.
+
+    Args:
+        every: number of pieces too.
+    """
+    shape = Gpt(quick)
+    pairs, rounds = (2, 2) if quick else (pairs, 5 if every else 3)
     model = shape.model()
     tokens = torch.randint(512, (1, shape.length + 1), generator=torch.Generator().manual_seed(3))
     positions = torch.arange(shape.length)[None]
@@ -277,9 +285,14 @@ def gpt(quick: bool) -> dict[str, Any]:
     def step(side: str) -> float:
         for weight in weights:
             weight.grad = None
-        scheduled = side not in (STOCK, ALONE)
-        with enabled(sides[side], measured.get(side)):
-            return timed(Scheduled(forward_backward) if scheduled else forward_backward)
+        call: Call = forward_backward
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(enabled(sides[side], measured.get(side)))
+            if side == COLLECTIVES:
+                call = collectives
+            elif side in ways:
+                call = stack.enter_context(collectives_as(ways[side]))(call)
+            return timed(call if side in (STOCK, ALONE) else Scheduled(call))
 
     sides: dict[str, dict[str, Any]] = {
         STOCK: {},
@@ -287,18 +300,23 @@ def gpt(quick: bool) -> dict[str, Any]:
         ALONE: {"tp_overlap": True},
     }
     measured = {AUTO: Overlap(), ALONE: Overlap()}  # kept from step to step, as a training keeps it
-    for number in NUMBERS[1:2] if quick else NUMBERS:
+    paired = list(sides)
+    for number in (NUMBERS[1:2] if quick else NUMBERS) if every else ():
         sides[f"accel, ring of {number}"] = {"tp_overlap": True, "tp_overlap_chunks": number}
+    ours = [side for side in sides if side != STOCK]
+    ways = {COMPUTATION: here, SERIAL: at_once}
+    with enabled({}, None):
+        collectives = asked_by(forward_backward)
+    sides |= {side: {} for side in (COMPUTATION, COLLECTIVES, SERIAL)}
     gradients: dict[str, list[Any]] = {}
     seconds: dict[str, list[float]] = {}
     for side in sides:
         step(side)
-        gradients[side] = [weight.grad for weight in weights]
+        gradients[side] = [weight.grad for weight in weights] if side in (STOCK, *ours) else []
         seconds[side] = []
-    for _ in range(rounds):
-        for side, times in seconds.items():
-            times.append(step(side))
-    ours = [side for side in sides if side != STOCK]
+    for turn in range(pairs):
+        for side in sides if turn < rounds else paired:
+            seconds[side].append(step(side))
     differ = torch.tensor(
         [
             sum(int((a != b).sum()) for a, b in zip(gradients[side], gradients[STOCK], strict=True))
@@ -311,6 +329,7 @@ def gpt(quick: bool) -> dict[str, Any]:
         "shape": f"GPT of {shape.layers} layers of {shape.hidden}, sequence {shape.length}, fp32",
         "seconds": seconds,
         "rounds": rounds,
+        "pairs": pairs,
         "differ": dict(zip(ours, differ.tolist(), strict=False)),
         "elements": int(differ[-1]),
         "auto": told(measured[AUTO]),
@@ -333,7 +352,9 @@ if __name__ == "__main__":
         "small-products": partial(products, shape=SMALL_SHAPE),
         "small-layers": partial(layers, rounds=7, shape=SMALL_SHAPE),
         "gpt-products": gpt_products,
-        "gpt": gpt,
+        "gpt": partial(gpt, every=True),
+        "gpt-pairs": gpt,
+        "gpt-short": partial(gpt, pairs=3),
         "trace": trace,
     }
     sys.exit(run(WHATS, partial(_ranks.begin_megatron, tensor_model_parallel_size=RANKS)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,7 @@ __all__ = ["recorded"]
 Event = tuple[str, float, float]
 """Lane, start and end."""
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.mm.out)
+_COLLECTIVES = ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 class _Products(TorchDispatchMode):
@@ -66,11 +67,15 @@ def _transfers(events: list[Event]) -> Iterator[None]:
 
         return watched
 
-    with (
-        mock.patch.object(dist, "batch_isend_irecv", lambda ops: [_Watched(exchange(ops), events)]),
-        mock.patch.object(dist, "all_gather_into_tensor", collective(dist.all_gather_into_tensor)),
-        mock.patch.object(dist, "reduce_scatter_tensor", collective(dist.reduce_scatter_tensor)),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(
+            mock.patch.object(
+                dist, "batch_isend_irecv", lambda ops: [_Watched(exchange(ops), events)]
+            )
+        )
+        for name in _COLLECTIVES:
+            original = getattr(dist, name)
+            stack.enter_context(mock.patch.object(dist, name, collective(original)))
         yield
 
 

@@ -8,12 +8,19 @@ Layers   One column-parallel and one row-parallel layer with sequence parallelis
          `auto`, the flag's default, and some numbers of pieces. Hidden share: (serial - side) / min(products,
          collectives) of each round, and the median of these. The collectives are gloo's: it is above 1 where
          a side's own transfers take less time than these, which `serial` has in full. All sides are with
-         host_batch_scheduling. Small layers, of half as many products, where transfers take as long as
+         host_batch_scheduling. The rate is one for all directions, of which gloo's collectives take other
+         shares (its reduce-scatter sends as much as an all-reduce): each case says what these, alone, took of
+         its products. Small layers, of half as many products, where transfers take as long as
          these: the fewer the products, the more of them is what pieces and messages cost.
-GPT      The forward and backward pass of a real GPT of Megatron's, TP 2 with sequence parallelism, at a rate
-         where the collectives of its forward take as long as its linear layers' products. All gradients are
-         compared with Megatron's first. Ours are with host_batch_scheduling, as in preset fast; one side is
-         without, tp_overlap alone.
+GPT      The forward and backward pass of a real GPT of Megatron's, TP 2 with sequence parallelism, at rates
+         where the bytes that its forward sends take 0.25, 0.5, 1 and 2 times as long as its linear layers'
+         products. All gradients are compared with Megatron's first. Ours are with host_batch_scheduling, as
+         in preset fast; one side is without, tp_overlap alone. Measured too, with host_batch_scheduling: the
+         step of which nothing travels (computation: a gather repeats the rank's own rows, a reduction keeps
+         them), the collectives that Megatron's step asks for, alone, and Megatron's step in which none goes
+         on while something is computed (serial). Hidden share as above, of the lesser of computation and
+         collectives. Where `auto` has least and where it has most to win, Megatron's step and tp_overlap
+         alone are in 15 rounds, for the row that holds it to at most 1 % above Megatron's.
 
 The link is of the lab (benchmarks/lab): network namespaces with a shaped interface, and without these a
 wrapper that counts the time, which the method of each row says. Medians; one allocator for all sides, which
@@ -23,7 +30,7 @@ keeps freed pages; nothing else may run on the machine.
 import argparse
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accel.testing import bench
@@ -33,13 +40,15 @@ from benchmarks.lab.link import Link, hosts_of
 NAME = "tp_overlap"
 PROGRAM = "benchmarks._tp_overlap_ranks"
 RATIOS = (0.25, 0.5, 1.0, 2.0)
-HIDDEN, FASTER = 0.8, 1.25
+HIDDEN, FASTER, SLOWER = 0.8, 1.25, 1.01
 RANKS = 2
 STOCK, SERIAL = "Megatron", "one after the other"
 PRODUCTS, COLLECTIVES = "products alone", "collectives alone"
+COMPUTATION = "computation alone"
 AUTO = "accel, auto"
 ALONE = "tp_overlap alone"
 """`auto`, without host_batch_scheduling."""
+SCHEDULED_TOO = "with host_batch_scheduling"
 QUICKEST = "accel, the quickest setting"
 RELATIVE = (
     "of the lesser of products and gloo's collectives, alone: above 1 where ours send quicker"
@@ -51,15 +60,21 @@ def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
     return {side: 1e3 * statistics.median(times) for side, times in seconds.items()}
 
 
-def shares(seconds: Mapping[str, list[float]], side: str) -> list[float]:
+def shares(seconds: Mapping[str, list[float]], side: str, computes: str = PRODUCTS) -> list[float]:
     """Of each round what hides: a host that slows down for a while does so for a round's sides."""
-    measured = (seconds[name] for name in (PRODUCTS, COLLECTIVES, SERIAL, side))
+    measured = (seconds[name] for name in (computes, COLLECTIVES, SERIAL, side))
     return [(serial - took) / min(lesser) for *lesser, serial, took in zip(*measured, strict=True)]
 
 
-def quickest(took: Mapping[str, float]) -> str:
-    """Of accel's ways with a number of pieces that is given."""
-    return min((s for s in took if s.startswith(OURS) and s != AUTO), key=took.__getitem__)
+def ratios(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Of each round."""
+    return [a / b for a, b in zip(one, other, strict=True)]
+
+
+def quickest(took: Mapping[str, float], otherwise: str = "") -> str:
+    """Of accel's ways with a number of pieces that is given; `otherwise`: there is none."""
+    numbered = (side for side in took if side.startswith(OURS) and side != AUTO)
+    return min(numbered, key=took.__getitem__, default=otherwise)
 
 
 def ours_first(values: Mapping[str, float], best: str) -> dict[str, float]:
@@ -74,13 +89,13 @@ def layer_rows(link: Link, quick: bool) -> list[dict]:
     for ratio in RATIOS[2:3] if quick else RATIOS:
         payload = alone["num_bytes"] / (ratio * alone["seconds"])
         found, kind = link.run(["layers-longer" if ratio == 1 else "layers"], quick, payload)
-        case = f"transfers take {ratio:g} of the products"
+        case = f"rate {ratio:g}"
         rows += direction_rows(found, case, kind, HIDDEN if ratio == 1 else None)
     if quick:
         return rows
     alone, _ = link.run(["small-products"], quick)
     found, kind = link.run(["small-layers"], quick, alone["num_bytes"] / alone["seconds"])
-    return rows + direction_rows(found, "small, transfers take 1 of the products", kind, None)
+    return rows + direction_rows(found, "small, rate 1", kind, None)
 
 
 def direction_rows(
@@ -89,8 +104,9 @@ def direction_rows(
     """Of each direction its time, and what of the transfers hides."""
     rows = []
     for direction, seconds in found["directions"].items():
-        name = f"{direction}, {case}"
         took = medians(seconds)
+        measured = statistics.median(ratios(seconds[COLLECTIVES], seconds[PRODUCTS]))
+        name = f"{direction}, {case}: collectives take {measured:.2f} of the products"
         best = quickest(took)
         method = (
             f"accel: auto, which chose {found['auto'][direction]}; quickest: {best}; {found['shape']}; "
@@ -113,25 +129,40 @@ def direction_rows(
     return rows
 
 
+GPT_RUNS = {0.25: "gpt-pairs", 0.5: "gpt-short", 1.0: "gpt", 2.0: "gpt-short"}
+"""Of each ratio what the ranks do."""
+
+
 def gpt_rows(link: Link, quick: bool) -> list[dict]:
     alone, _ = link.run(["gpt-products"], quick)
-    found, kind = link.run(["gpt"], quick, alone["num_bytes"] / alone["seconds"])
-    name = f"{found['shape']}, transfers take 1 of the products"
-    took = medians(found["seconds"])
-    best = quickest(took)
+    rows = []
+    for ratio in RATIOS[2:3] if quick else RATIOS:
+        payload = alone["num_bytes"] / (ratio * alone["seconds"])
+        found, kind = link.run([GPT_RUNS[ratio]], quick, payload)
+        rows += step_rows(found, ratio, kind)
+    return rows
+
+
+def step_rows(found: Mapping[str, Any], ratio: float, kind: str) -> list[dict]:
+    """Of a GPT's step its time, what of the collectives hides, and how it compares with Megatron's."""
+    seconds, rounds, pairs = found["seconds"], found["rounds"], found["pairs"]
+    first = {side: times[:rounds] for side, times in seconds.items()}
+    measured = statistics.median(ratios(first[COLLECTIVES], first[COMPUTATION]))
+    name = f"{found['shape']}, rate {ratio:g}: collectives take {measured:.2f} of the computation"
+    took = medians(seconds)
+    best = quickest(took, AUTO)
     method = (
         f"accel: auto, which chose {found['auto']}, and host_batch_scheduling; quickest: {best}; TP {RANKS} "
-        f"with sequence parallelism, forward and backward; {kind}; one thread a rank; median of "
-        f"{found['rounds']}, sides in turn"
+        f"with sequence parallelism, forward and backward; {kind}; one thread a rank; median of {rounds}, of "
+        f"Megatron, auto and tp_overlap alone of {pairs}, sides in turn"
     )
+    accels = [side for side in found["differ"] if side != ALONE]
+    hidden = {side: statistics.median(shares(first, side, COMPUTATION)) for side in accels}
     speed_up = {
-        side: statistics.median(
-            stock / ours
-            for stock, ours in zip(found["seconds"][STOCK], found["seconds"][ours_as], strict=True)
-        )
+        side: statistics.median(ratios(first[STOCK], first[ours_as]))
         for side, ours_as in {OURS: AUTO, QUICKEST: best, ALONE: ALONE}.items()
     }
-    return [
+    rows = [
         row(
             name,
             "elements of gradients that differ",
@@ -143,14 +174,43 @@ def gpt_rows(link: Link, quick: bool) -> list[dict]:
         row(name, "step", "ms", ours_first(took, best), method),
         row(
             name,
+            "hidden share",
+            "",
+            ours_first(hidden, best),
+            f"of the lesser of computation and collectives, alone; {method}",
+            better="higher",
+        ),
+        row(
+            name,
             "speed-up of a step, host_batch_scheduling included",
             "x",
             speed_up,
             f"median of ratios of pairs; {method}",
             better="higher",
-            target=FASTER,
+            target=FASTER if ratio == 1 else None,
         ),
     ]
+    if found["pairs"] > rounds:
+        of_pairs = {side: ratios(seconds[side], seconds[STOCK]) for side in (ALONE, AUTO)}
+        spread = ", ".join(
+            f"{side} {cuts[0]:.3f} to {cuts[-1]:.3f}"
+            for side, cuts in ((side, statistics.quantiles(r, n=5)) for side, r in of_pairs.items())
+        )
+        rows.append(
+            row(
+                name,
+                "tp_overlap's step by Megatron's",
+                "",
+                {
+                    OURS: statistics.median(of_pairs[ALONE]),
+                    SCHEDULED_TOO: statistics.median(of_pairs[AUTO]),
+                },
+                f"accel: tp_overlap alone, auto; median of {pairs} pairs; 20th to 80th percentile: {spread}; "
+                f"{kind}",
+                target=SLOWER,
+            )
+        )
+    return rows
 
 
 def trace(quick: bool = False) -> dict[str, Any]:

@@ -100,7 +100,8 @@ def benchmarks_page() -> str:
         "is that of the lesser of products and gloo's collectives, each alone, and above 1 where accel's own "
         "transfers take less time than these. Since 29 November 2026 it is the median of rounds, all sides "
         "with host_batch_scheduling, and accel's steps of tp_overlap's GPT are with it too, as in preset "
-        "fast; `tp_overlap alone` is without.",
+        "fast; `tp_overlap alone` is without. Its cases without a rate are named by it: what a forward's "
+        "bytes take of the forward's products; later ones say what all collectives took, alone.",
     ]
     for report in reports():
         parts += [f"## {report['name']}", about(report), measurements(report)]

@@ -7,6 +7,7 @@ ranks has come (a sender goes by its own). The ranks tell each other by a messag
 operation; they are on one machine, whose clock they share.
 
     isend, irecv, batch_isend_irecv    bytes of the tensor; a link for each peer and direction
+    all_gather                         what comes from others
     all_gather_into_tensor             (n - 1) / n of the output
     reduce_scatter_tensor              (n - 1) / n of the input
     all_reduce                         2 (n - 1) / n of the tensor
@@ -15,23 +16,27 @@ operation; they are on one machine, whose clock they share.
 The collectives have a link for each group and take what a ring takes on n ranks. It is a model: links do not
 share a network card, have no latency, and the data crosses the loopback at full speed beforehand, for which
 the processor works in bursts. Measure on :mod:`benchmarks.lab.network` where that can be.
+
+All other functions of `torch.distributed` that move tensors or objects raise, or are made of these.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
+
+from benchmarks.lab.replaced import replaced
 
 __all__ = ["Limit", "LimitedWork", "limit"]
 
@@ -92,24 +97,65 @@ class LimitedWork:
 def limit(bytes_per_second: float) -> Iterator[Limit]:
     """Within, the operations above are at most as fast; all ranks have to be within at the same time.
 
-    A function that was imported by name before is not limited, nor are coalesced collectives: they raise.
+    Wherever a module has the function, under whatever name. Not limited: what else has kept one, functional
+    collectives and a process group's own methods.
+
+    Raises:
+        NotImplementedError: within, of a collective that is not counted, or one of several coalesced.
     """
     limit = Limit(bytes_per_second)
-    with ExitStack() as stack:
-        for name, limited in (("isend", _isend(limit)), ("irecv", _irecv(limit))):
-            # `batch_isend_irecv` calls them, and compares with the module's own
-            for module in (dist, distributed_c10d):
-                stack.enter_context(mock.patch.object(module, name, limited))
-        collectives = {name: _collective(limit, name, count) for name, count in _COUNTED.items()}
-        for name, limited in collectives.items():
-            stack.enter_context(mock.patch.object(dist, name, limited))
+    makers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+        "isend": functools.partial(_isend, limit),
+        "irecv": functools.partial(_irecv, limit),
+        **{name: functools.partial(_collective, limit, count) for name, count in _COUNTED.items()},
+        **dict.fromkeys(_REFUSED, _refusing),
+    }
+    limited = {
+        original: _unless_inside(original, make(original))
+        for name, make in makers.items()
+        for original in {getattr(module, name, None) for module in (dist, distributed_c10d)}
+        - {None}
+    }
+    with replaced(limited):
         yield limit
 
 
-def _isend(limit: Limit) -> Callable[..., LimitedWork | None]:
-    original = dist.isend
+class _Inside(threading.local):
+    """Whether this thread is asking for what has been counted."""
+
+    yes = False
+
+
+_INSIDE = _Inside()
+
+
+def _unless_inside(original: Callable[..., Any], limited: Callable[..., Any]) -> Callable[..., Any]:
+    """Limited, but what torch or accel makes of it, by other functions, is not counted again."""
 
     @functools.wraps(original)
+    def outermost(*args: Any, **kwargs: Any) -> Any:
+        if _INSIDE.yes:
+            return original(*args, **kwargs)
+        _INSIDE.yes = True
+        try:
+            return limited(*args, **kwargs)
+        finally:
+            _INSIDE.yes = False
+
+    return outermost
+
+
+def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        counted = ", ".join(("isend", "irecv", *_COUNTED))
+        raise NotImplementedError(f"{original.__name__} is not limited; these are: {counted}")
+
+    return refused
+
+
+def _isend(
+    limit: Limit, original: Callable[..., dist.Work | None]
+) -> Callable[..., LimitedWork | None]:
     def isend(
         tensor: Tensor,
         dst: int | None = None,
@@ -128,10 +174,9 @@ def _isend(limit: Limit) -> Callable[..., LimitedWork | None]:
     return isend
 
 
-def _irecv(limit: Limit) -> Callable[..., LimitedWork | None]:
-    original = dist.irecv
-
-    @functools.wraps(original)
+def _irecv(
+    limit: Limit, original: Callable[..., dist.Work | None]
+) -> Callable[..., LimitedWork | None]:
     def irecv(
         tensor: Tensor,
         src: int | None = None,
@@ -181,24 +226,23 @@ Count = Callable[[Mapping[str, Any], int, int], float]
 """Bytes that a rank sends to others, from the arguments, the number of ranks and the rank."""
 
 
-def _collective(limit: Limit, name: str, count: Count) -> Callable[..., LimitedWork | None]:
-    original = getattr(dist, name)
-    all_reduce = dist.all_reduce
+def _collective(
+    limit: Limit, count: Count, original: Callable[..., dist.Work | None]
+) -> Callable[..., LimitedWork | None]:
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def limited(*args: Any, **kwargs: Any) -> LimitedWork | None:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
         group = _or_default(given["group"])
         if group in distributed_c10d._world.pg_coalesce_state:
-            raise NotImplementedError(f"{name}: coalesced collectives are not limited")
+            raise NotImplementedError(f"{original.__name__}: coalesced collectives are not limited")
         through = limit.occupy(
             group, count(given, dist.get_world_size(group), dist.get_rank(group))
         )
         work = _both(
-            all_reduce(through, dist.ReduceOp.MAX, group=group, async_op=True),
+            dist.all_reduce(through, dist.ReduceOp.MAX, group=group, async_op=True),
             original(**{**given, "async_op": True}),
             [through],
             functools.partial(limit.hold, group),
@@ -217,17 +261,38 @@ def _ring(name: str, rounds: int = 1) -> Count:
 
 
 def _all_to_all(given: Mapping[str, Any], size: int, rank: int) -> float:
-    def others(tensor: Tensor, split: list[int] | None) -> float:
-        mine = split[rank] / max(1, sum(split)) if split else 1 / size
+    def others(tensor: Tensor, split: Sequence[int] | None) -> float:
+        """Megatron's splits are of numpy."""
+        if split is None or len(split) == 0:
+            return tensor.nbytes * (1 - 1 / size)
+        mine = split[rank] / max(1, sum(split))
         return tensor.nbytes * (1 - mine)
 
     sent = others(given["input"], given["input_split_sizes"])
     return max(sent, others(given["output"], given["output_split_sizes"]))
 
 
+def _all_gather(given: Mapping[str, Any], size: int, rank: int) -> float:
+    return sum(tensor.nbytes for r, tensor in enumerate(given["tensor_list"]) if r != rank)
+
+
 _COUNTED: dict[str, Count] = {
+    "all_gather": _all_gather,
     "all_gather_into_tensor": _ring("output_tensor"),
+    "all_gather_single": _ring("output_tensor"),
     "reduce_scatter_tensor": _ring("input"),
+    "reduce_scatter_single": _ring("input"),
     "all_reduce": _ring("tensor", rounds=2),
     "all_to_all_single": _all_to_all,
 }
+
+_REFUSED = (
+    "all_gather_coalesced",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+)

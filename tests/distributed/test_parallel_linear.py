@@ -325,17 +325,20 @@ class Layer:
 
 def check_layers(form: Form) -> None:
     cases = itertools.product(("column", "row"), (True, False), SHAPES, DTYPES, CHUNKS)
+    exact_ones = 0
     for mode, sequence_parallel, shape, dtype, chunks in cases:
         layer = Layer(mode, sequence_parallel, shape, dtype)
         y, gradients = layer.step()
         with overlapping(Overlap(chunks, form)):
             found, found_gradients = layer.step()
         exact = layer.exact(chunks)
+        exact_ones += exact and min(shape) > 0
         terms = dist.get_world_size() * max(IN, OUT)
         assert_same(found, y, exact, terms)
         terms = max(terms, 4 * dist.get_world_size() * shape[0] * 6)
         for g, e in zip(found_gradients, gradients, strict=True):
             assert_same(g, e, exact, terms)
+    assert exact_ones or dist.get_world_size() > 2
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -815,3 +818,99 @@ def test_a_rank_that_dies_is_an_error_on_the_others(form: str, what: str, tmp_pa
     script.write_text(DIES)
     output = launch(2, [str(script), form, what])
     assert float(output.split("raised after")[1].split()[0]) < 40
+
+
+STOPS = """
+import datetime, os, signal, time
+import torch, torch.distributed as dist
+from accel.parallel import overlap
+from accel.parallel.linear import Layout, parallel_linear
+from accel.parallel.overlapped_linear import (
+    Plan, gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+)
+
+LAST, SECONDS = 3, 8
+dist.init_process_group("gloo")
+me, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+store.set(f"process {me}", str(os.getpid()))
+calls = dict.fromkeys(
+    ("batch_isend_irecv", "all_gather", "reduce_scatter_tensor", "all_reduce"), 0
+)
+
+def stopping(name, original):
+    def second_stops(*args, **kwargs):
+        calls[name] += 1
+        if calls[name] == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            raise RuntimeError("was stopped")
+        return original(*args, **kwargs)
+    return second_stops
+
+def backward(group):
+    layout = Layout("row", group, sequence_parallel=True)
+    x, w = torch.ones(64, 8, requires_grad=True), torch.ones(8, 8, requires_grad=True)
+    overlap.switch_on(overlap.Overlap(1))
+    y = parallel_linear(x, w, None, layout)
+    overlap.switch_on(overlap.Overlap(4))
+    arm()
+    y.backward(torch.ones_like(y))
+
+def of(product, *form):
+    def call(group):
+        arm()
+        product(torch.ones(64, 8), torch.ones(8, 8), group, Plan(4, *form))
+    return call
+
+def arm():
+    store.add(f"{name} begins", 1)
+    while store.add(f"{name} begins", 0) < 4:
+        time.sleep(0.05)
+    for call in calls:
+        calls[call] = 0
+    if me == LAST:
+        for call, original in originals.items():
+            setattr(dist, call, stopping(call, original))
+
+originals = {call: getattr(dist, call) for call in calls}
+for name, case in {
+    **{f"gather, {form}": of(gather_matmul, form) for form in ("ring", "collective")},
+    **{f"reduce, {form}": of(matmul_reduce_scatter, form) for form in ("ring", "collective")},
+    "all_reduce": of(matmul_all_reduce),
+    "backward": backward,
+}.items():
+    group = dist.new_group(timeout=datetime.timedelta(seconds=SECONDS))
+    try:
+        case(group)
+    except RuntimeError:
+        pass
+    else:
+        print("did not raise:", name, me, flush=True)
+    for call, original in originals.items():
+        setattr(dist, call, original)
+    if me == LAST:
+        store.set(f"{name} over", "")
+    else:
+        print("raised:", name, me, flush=True)
+        store.add(f"{name} raised", 1)
+    if me == 0:
+        while store.add(f"{name} raised", 0) < LAST:
+            time.sleep(0.05)
+        while not store.check([f"{name} over"]):
+            os.kill(int(store.get(f"process {LAST}")), signal.SIGCONT)
+            time.sleep(0.05)
+    store.wait([f"{name} over"])
+store.add("done", 1)
+while me == 0 and store.add("done", 0) < 4:
+    time.sleep(0.05)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(under_torchrun(), reason="launches its own ranks")
+def test_a_rank_that_stops_on_the_way_is_an_error_on_all_others(tmp_path: Path) -> None:
+    """Its connections stay open, so that what ends the others' waits is the group's time-out."""
+    script = tmp_path / "stops.py"
+    script.write_text(STOPS)
+    output = launch(4, [str(script)])
+    assert "did not raise" not in output
+    assert output.count("raised: ") == 6 * 3
