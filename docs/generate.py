@@ -94,14 +94,15 @@ def benchmarks_page() -> str:
         "reach. The limit is the fastest copy, from memory where inputs are larger than a cache, or torch's "
         "own matrix product for work that is bound by arithmetic; of a step's memory, what its states take; "
         "under Zipf's law, the same with experts that are equally popular. "
-        "A target may ask for more than that: it is beyond the limit. Results of tp_overlap from before "
-        "28 November 2026, those with `accel, auto` among the peers, name the best of accel's settings as "
-        "accel; later ones have `auto` there, the flag's default, and the best as a peer. The hidden share "
-        "is that of the lesser of products and gloo's collectives, each alone, and above 1 where accel's own "
-        "transfers take less time than these. Since 29 November 2026 it is the median of rounds, all sides "
-        "with host_batch_scheduling, and accel's steps of tp_overlap's GPT are with it too, as in preset "
-        "fast; `tp_overlap alone` is without. Its cases without a rate are named by it: what a forward's "
-        "bytes take of the forward's products; later ones say what all collectives took, alone.",
+        "Of a target that asks for more than that we fall short beyond the limit. Results of tp_overlap "
+        "from before 28 November 2026, those with `accel, auto` among the peers, name the best of accel's "
+        "settings as accel; later ones have `auto` there, the flag's default, and the best as a peer. The "
+        "hidden share is that of the lesser of products and gloo's collectives, each alone, and above 1 "
+        "where accel's own transfers take less time than these. Since 29 November 2026 it is the median of "
+        "rounds, all sides with host_batch_scheduling, and accel's steps of tp_overlap's GPT are with it "
+        "too, as in preset fast; `tp_overlap alone` is without. Its cases without a rate are named by it: "
+        "what a forward's bytes take of the forward's products; later ones say what all collectives took, "
+        "alone.",
     ]
     for report in reports():
         parts += [f"## {report['name']}", about(report), measurements(report)]

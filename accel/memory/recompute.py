@@ -299,10 +299,22 @@ def _detached(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad)
 
 
+class _Alias(torch.autograd.Function):
+    """The same memory, neither a leaf nor a view to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        return dx
+
+
 def _recorded(value: Any) -> Any:
     """No leaf where the first call had none: an operation may write its gradient over its input."""
     value = _detached(value)
-    return value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value
+    return _Alias.apply(value) if isinstance(value, Tensor) and value.requires_grad else value
 
 
 def _nothing_to_unpack(saved: Any) -> Tensor:

@@ -21,8 +21,8 @@ Saved       x, bias and p, as they are; neither y nor the sum of x and bias.
 Moved       gated: forward 3 T F elements, backward 5 T F; others: 2 T F and 3 T F.
 In place    With `inplace_grad` dx overwrites x, the saved output of the layer before: 2 T F elements
             less at the peak. A second backward through the same graph, or any other node that saved
-            x, then raises; x must not be a leaf. Inside `torch.compile` the option has no effect: it
-            plans the memory itself.
+            x, then raises; x must not be a leaf that requires grad, or a view of one. Inside
+            `torch.compile` the option has no effect: it plans the memory itself.
 Order       dbias is summed in an order fixed by T alone: the number of threads changes no bit.
 Limits      `unsupported_reason`. Non-contiguous x or dy is copied first; y is contiguous.
             A second derivative raises.
@@ -39,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel.ops._dispatch import log_fallback, missing_kernel
+from accel.ops._overwriting import overwritable
 
 __all__ = [
     "activation_ref",
@@ -260,12 +261,8 @@ def _activation(
     if clamp_value is not None and not clamp_value >= 0:
         raise ValueError(f"{op}: clamp_value must not be negative, got {clamp_value}")
     inplace_grad = inplace_grad and not torch.compiler.is_compiling()
-    if inplace_grad and (
-        (x.is_leaf and x.requires_grad) or isinstance(x._base, torch.nn.Parameter)
-    ):
-        raise ValueError(
-            f"{op}: inplace_grad=True would overwrite x, which is a leaf or a parameter's view"
-        )
+    if inplace_grad and (reason := overwritable(x)):
+        raise ValueError(f"{op}: inplace_grad=True would overwrite x, which is {reason}")
     if reason := unsupported_reason(x, probs):
         log_fallback(op, reason)
         return activation_ref(kind, x, bias, probs, clamp_value, offset)
@@ -298,7 +295,7 @@ def swiglu(
 
     Raises:
         ValueError: an input of the wrong shape, dtype or device; a negative clamp value; a leaf
-            or a parameter to be overwritten.
+            or a view of one to be overwritten.
         RuntimeError: in backward, if a gradient needs what `inplace_grad` has overwritten.
 
     Where `unsupported_reason` has something to say, that is logged once and `activation_ref`

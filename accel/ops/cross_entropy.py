@@ -7,11 +7,14 @@ Smoothing   With a = label_smoothing and s = a V / (V - 1), as in Megatron:
             loss' = (1 - s) loss - s mean(log p),  dx = dloss (p - (1 - s) [target] - s / V).
 Letters     T  rows, the product of all dimensions of x but the last;   V  the vocabulary
 Dtypes      x, dx: float32, bfloat16 or float16. loss, dloss: float32, as is all arithmetic.
-Saved       x, the target and 12 T bytes (16 T with smoothing), m and S among them. No softmax.
+Saved       x, the target and 8 T bytes: m and S. No softmax.
 Moved       forward T V elements, backward 2 T V: nothing is read twice from memory.
 In place    With `inplace` the backward writes dx over x, so that no second [T, V] is ever held. The
             forward leaves x alone. Afterwards x counts as modified: whoever else saved it for a
             backward gets autograd's error, as does a second backward; plain reads see dx.
+Autograd    A `torch.autograd.Function` around the ops of `torch.library`, not `register_autograd`: what
+            has a gradient is the loss, which the forward makes of its op's result once it has spoken to
+            the other ranks, and a process group is no argument of an op.
 Ranks       Each holds V / ranks consecutive tokens of the same rows. Two small all-reduces in the
             forward, of T and 2 T floats (3 T with smoothing); none in the backward.
 Order       CPU: every row is one thread's work, in an order that V alone fixes: any number of threads
@@ -28,8 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel.ops._dispatch import log_fallback, missing_kernel
+from accel.ops._overwriting import overwritable
 
-__all__ = ["cross_entropy", "cross_entropy_ref", "overwritable", "unsupported_reason"]
+__all__ = ["cross_entropy", "cross_entropy_ref", "unsupported_reason"]
 
 KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
@@ -71,16 +75,6 @@ def unsupported_reason(logits: Tensor, target: Tensor) -> str | None:
     if logits.dtype not in KERNEL_DTYPES:
         return f"dtype {logits.dtype} (the kernels take float32, bfloat16 and float16)"
     return missing_kernel("accel::cross_entropy_stats", logits.device.type)
-
-
-def overwritable(logits: Tensor) -> str | None:
-    """Why a backward may not write over these logits; None if it may."""
-    base = logits if logits._base is None else logits._base
-    return "a leaf that requires grad (or a view of one)" if _is_parameter(base) else None
-
-
-def _is_parameter(x: Tensor) -> bool:
-    return x.is_leaf and x.requires_grad
 
 
 torch.library.define(
@@ -171,6 +165,11 @@ def combine(stats: Tensor, target: Tensor, vocab_start: int, num_tokens: int, gr
     return stats
 
 
+def kept(stats: Tensor) -> Tensor:
+    """What the backward reads of the stats, in memory of its own: max and sum e^(x - max)."""
+    return stats[:2].clone()
+
+
 def loss_of(
     stats: Tensor, target: Tensor, vocab_size: int, smoothing: float, ignore_index: int | None
 ) -> Tensor:
@@ -200,7 +199,7 @@ class _CrossEntropy(torch.autograd.Function):
         stats = _stats(logits, target, vocab_start, checked, ignore_index, smoothing > 0)
         if group is not None:
             stats = combine(stats, target, vocab_start, logits.shape[-1], group)
-        ctx.save_for_backward(logits, target, stats)
+        ctx.save_for_backward(logits, target, kept(stats))
         ctx.shard = vocab_start, vocab_size, smoothing
         ctx.ignore_index, ctx.inplace, ctx.overwritten = ignore_index, inplace, False
         return loss_of(stats, target, vocab_size, smoothing, ignore_index)

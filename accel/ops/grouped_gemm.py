@@ -12,7 +12,8 @@ Kernels     The library's, one for each expert that has rows, straight into its 
             of several threads each takes an expert of its own, but for one that has most of the rows. On
             CUDA one for all experts, which reads the counts on the device: nobody waits for them.
 Order       that of the library's products on as many threads.
-Limits      The weight gradient has no derivative; asking for it raises.
+Limits      `unsupported_reason`: there, torch's products one expert after the other, of counts that the host
+            reads. The weight gradient has no derivative; asking for it raises.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,11 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.ops._dispatch import missing_kernel, refuse_derivative
+from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative
 from accel.ops.gemm_accumulate import add_product
 from accel.ops.host_gemm import has_native_bf16
 
-__all__ = ["accumulate_wgrad", "grouped_gemm", "grouped_gemm_ref"]
+__all__ = ["accumulate_wgrad", "grouped_gemm", "grouped_gemm_ref", "unsupported_reason"]
+
+KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Of accelerators; a CPU's take any."""
 
 
 def grouped_gemm_ref(
@@ -38,6 +42,29 @@ def grouped_gemm_ref(
     """The definition of correct: one product after the other. Same contract as `grouped_gemm`."""
     groups = x.split(tokens_per_expert.tolist())
     return torch.cat([a @ (w.T if transpose_b else w) for a, w in zip(groups, weight, strict=True)])
+
+
+def unsupported_reason(x: Tensor) -> str | None:
+    """Why one expert comes after the other; None if one kernel serves them all."""
+    return _reason(x.device.type, x.dtype)
+
+
+def _reason(device_type: str, dtype: torch.dtype) -> str | None:
+    if device_type == "cpu":
+        if _is_replaced(device_type, dtype):
+            return "oneDNN has no bf16 products for this CPU"
+        return missing_kernel("accel::_products", device_type)
+    if dtype not in KERNEL_DTYPES:
+        return f"dtype {dtype} (the kernels take float32, bfloat16 and float16)"
+    return missing_kernel("accel::grouped_gemm", device_type)
+
+
+_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see _dispatch.py
+
+
+def _is_replaced(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether somebody else's `aten::mm` may be better: ATen's own `out` variant is a plain loop there."""
+    return device_type == "cpu" and dtype == torch.bfloat16 and not has_native_bf16()
 
 
 torch.library.define(
@@ -101,20 +128,17 @@ torch.library.impl("accel::grouped_gemm_add_wgrad_", "CompositeExplicitAutograd"
 
 
 def _multiply(products: Iterable[tuple[Tensor, Tensor, Tensor]], add: bool = False) -> None:
-    """`out = a @ b` for each `out, a, b`, or `out += a @ b`. Whoever replaced `aten::mm` for bf16 on this CPU
-    is asked: there ATen's own `out` variant is a plain loop."""
+    """`out = a @ b` for each `out, a, b`, or `out += a @ b`."""
     if not (each := list(products)):
         return
     like = each[0][0]
-    on_host = like.device.type == "cpu"
-    replaced = on_host and like.dtype == torch.bfloat16 and not has_native_bf16()
-    if on_host and not replaced and missing_kernel("accel::_products", "cpu") is None:
+    if like.device.type == "cpu" and unsupported_reason(like) is None:
         torch.ops.accel._products(*map(list, zip(*each, strict=True)), add)
         return
     for out, a, b in each:
         if add:
             add_product(out, a, b)
-        elif replaced:
+        elif _is_replaced(out.device.type, out.dtype):
             out.copy_(a @ b)
         else:
             torch.mm(a, b, out=out)
@@ -193,9 +217,13 @@ def grouped_gemm(
 
     Raises:
         ValueError: an input of the wrong shape, dtype or device; counts that do not sum up to T.
+
+    Where `unsupported_reason` has something to say, that is logged once and torch's products compute.
     """
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     _check(x, weights, isinstance(weight, Tensor), tokens_per_expert, transpose_b)
+    if reason := unsupported_reason(x):
+        log_fallback("grouped_gemm", reason)
     return _product(x, weights, tokens_per_expert, transpose_b)
 
 

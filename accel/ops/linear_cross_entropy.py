@@ -7,16 +7,18 @@ Letters     T  rows of h;   H  hidden size, the columns of h and W;   V  the voc
 Dtypes      h, W, dh, dW: float32, bfloat16 or float16, all the same. x and dx have it too, as they
             would have whole. loss: float32. Sums over pieces: float32.
 Pieces      [rows, tokens] of x, by `PIECES` of the device: at most as many rows (the backward
-            without a grad_buffer: T) by as many tokens, or `tokens_per_chunk`. The products are
+            where it returns dW: T) by as many tokens, or `tokens_per_chunk`. The products are
             torch's own (on CUDA cuBLAS) and `gemm_accumulate`, what is between them the kernels of
             `cross_entropy`. No step waits for the device.
-Saved       h, W, the target and 12 T bytes (16 T with smoothing).
+Saved       h, W, the target and 8 T bytes.
 Cost        8 T H V flops where whole logits need 6: the gradient of each row's loss is known only in
             the backward, and dW sums over rows, so x must be made twice. What it buys is memory:
             beyond dh and dW, one piece of x, a copy of a piece of h or W, and one block of rows of dh.
-            dh is summed in fp32 where it lies; its storage is that block larger than it.
+            dh is summed in fp32 where it lies; its storage is that block larger than it. Of a frozen h
+            or W neither product nor gradient is made: 6 T H V flops.
 Rounding    bf16: products are added to the fp32 sums as they are. Where `gemm_accumulate` has no
             kernel, as for fp16, the 16-bit product of each piece is rounded before it is added.
+Autograd    As in `cross_entropy`; and the backward adds to a buffer that is none of the op's arguments.
 Ranks       As in `cross_entropy`: W holds this rank's tokens, h is the same on all. dh is this
             rank's share, which the caller sums over the ranks (or scatters, in sequence parallel).
 Order       Fixed by the shapes; the products keep what torch.mm promises.
@@ -36,6 +38,7 @@ from accel.ops.cross_entropy import (
     check_target_tensor,
     combine,
     cross_entropy_ref,
+    kept,
     loss_of,
     shard,
     smoothing_of,
@@ -196,7 +199,8 @@ torch.library.define(
 torch.library.define(
     "accel::linear_cross_entropy_bwd",
     "(Tensor hidden, Tensor weight, Tensor target, Tensor stats, Tensor dloss, int vocab_start,"
-    " int vocab_size, float smoothing, int tokens_per_chunk) -> (Tensor dhidden, Tensor dweight)",
+    " int vocab_size, float smoothing, int tokens_per_chunk, bool with_dhidden=True,"
+    " bool with_dweight=True) -> (Tensor dhidden, Tensor dweight)",
 )
 
 
@@ -273,8 +277,16 @@ def _backward_fake(
     vocab_size: int,
     smoothing: float,
     tokens_per_chunk: int,
+    with_dhidden: bool = True,
+    with_dweight: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    return hidden.new_empty(hidden.shape), torch.empty_like(weight)
+    dhidden = hidden.new_empty(hidden.shape) if with_dhidden else _no_columns(hidden)
+    return dhidden, torch.empty_like(weight) if with_dweight else _no_columns(weight)
+
+
+def _no_columns(like: Tensor) -> Tensor:
+    """What stands for a gradient that nobody wants."""
+    return like.new_empty(len(like), 0)
 
 
 @torch.library.impl("accel::linear_cross_entropy_bwd", "CompositeExplicitAutograd")
@@ -288,25 +300,34 @@ def _backward(
     vocab_size: int,
     smoothing: float,
     tokens_per_chunk: int,
+    with_dhidden: bool = True,
+    with_dweight: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """dh [T, H] and dW [V, H], each product of dW made once for all rows."""
+    """dh [T, H] and dW [V, H], each product of dW made once for all rows; no columns of one not wanted."""
+    if not with_dweight:
+        options = vocab_start, vocab_size, smoothing, tokens_per_chunk
+        call = hidden, weight, target, stats, dloss, *options
+        dhidden = _backward_into(None, with_dhidden, *call)
+        return dhidden, _no_columns(weight)
     logits = _Logits(hidden, weight, len(hidden), tokens_per_chunk)
     rows = slice(0, len(hidden))
-    dhidden = _RoundedSums(hidden, len(hidden))
-    dhidden_sum = dhidden.zeros(rows)
+    sums = _RoundedSums(hidden if with_dhidden else _no_columns(hidden), len(hidden))
+    dhidden_sum = sums.zeros(rows)
     dweight = torch.empty_like(weight)
     for tokens in _pieces(len(weight), tokens_per_chunk):
         dlogits = logits.make(rows, tokens)
         first = vocab_start + tokens.start
         _piece_backward(dlogits, target, stats, dloss, first, vocab_size, smoothing)
-        _add_product(dhidden_sum, dlogits, weight[tokens])
+        if with_dhidden:
+            _add_product(dhidden_sum, dlogits, weight[tokens])
         torch.mm(dlogits.t(), hidden, out=dweight[tokens])
-    dhidden.round_(rows)
-    return dhidden.result, dweight
+    sums.round_(rows)
+    return sums.result, dweight
 
 
 def _backward_into(
-    grad_buffer: Tensor,
+    grad_buffer: Tensor | None,
+    with_dhidden: bool,
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
@@ -317,12 +338,12 @@ def _backward_into(
     smoothing: float,
     tokens_per_chunk: int,
 ) -> Tensor:
-    """dh [T, H]; dW is added to the buffer, block of rows by block of rows."""
+    """dh as `_backward`; dW is added to the buffer, if there is one, block of rows by block of rows."""
     rows_per_block = _piece(hidden.device).rows
     logits = _Logits(hidden, weight, rows_per_block, tokens_per_chunk)
-    dhidden = _RoundedSums(hidden, rows_per_block)
+    sums = _RoundedSums(hidden if with_dhidden else _no_columns(hidden), rows_per_block)
     for rows in _pieces(len(hidden), rows_per_block):
-        dhidden_sum = dhidden.zeros(rows)
+        dhidden_sum = sums.zeros(rows)
         block_stats = stats[:, rows].contiguous()
         for tokens in _pieces(len(weight), tokens_per_chunk):
             dlogits = logits.make(rows, tokens)
@@ -330,10 +351,12 @@ def _backward_into(
             _piece_backward(
                 dlogits, target[rows], block_stats, dloss[rows], first, vocab_size, smoothing
             )
-            _add_product(dhidden_sum, dlogits, weight[tokens])
-            _add_product(grad_buffer[tokens], dlogits.t(), hidden[rows])
-        dhidden.round_(rows)
-    return dhidden.result
+            if with_dhidden:
+                _add_product(dhidden_sum, dlogits, weight[tokens])
+            if grad_buffer is not None:
+                _add_product(grad_buffer[tokens], dlogits.t(), hidden[rows])
+        sums.round_(rows)
+    return sums.result
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -380,7 +403,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         if group is not None:
             stats = combine(stats, target, vocab_start, len(weight), group)
-        ctx.save_for_backward(hidden, weight, target, stats)
+        ctx.save_for_backward(hidden, weight, target, kept(stats))
         ctx.options = vocab_start, vocab_size, smoothing, tokens_per_chunk
         ctx.ignore_index = ignore_index
         # Not saved for the backward: it is added to in place by whoever shares it.
@@ -394,16 +417,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dloss = dloss.masked_fill(target == ctx.ignore_index, 0.0)
         dloss = dloss.contiguous()
         call = hidden, weight, target, stats, dloss, *ctx.options
+        with_dhidden, with_dweight, *_ = ctx.needs_input_grad
         dweight = None
-        if ctx.grad_buffer is None:
-            dhidden, dweight = torch.ops.accel.linear_cross_entropy_bwd(*call)
+        if ctx.grad_buffer is None or not with_dweight:
+            dhidden, dweight = torch.ops.accel.linear_cross_entropy_bwd(
+                *call, with_dhidden, with_dweight
+            )
         elif torch.is_grad_enabled():
             raise RuntimeError(
                 "linear_cross_entropy: a second derivative cannot be had with a grad_buffer"
             )
         else:
             with torch.no_grad():
-                dhidden = _backward_into(ctx.grad_buffer, *call)
+                dhidden = _backward_into(ctx.grad_buffer, with_dhidden, *call)
+        dhidden = dhidden if with_dhidden else None
+        dweight = dweight if with_dweight else None
         return dhidden, dweight, None, None, None, None, None, None, None
 
 
@@ -427,11 +455,11 @@ def linear_cross_entropy(
             holds those from r V on.
         target, group, label_smoothing, ignore_index, check_target: see `cross_entropy`.
         tokens_per_chunk: how many columns of the logits exist at a time; None: `PIECES` says.
-        grad_buffer: `[V, H]` in `torch.float32`, contiguous. The backward adds dW to it and hands
-            none to autograd (what Megatron calls main_grad). Memory is then bounded in T too. Its
-            sums are fp32. bfloat16 products are added as they are where `gemm_accumulate` has a kernel;
-            float16 ones, and bfloat16 ones on a CPU without AVX-512, are rounded to 16 bits, piece by
-            piece, before they are added.
+        grad_buffer: `[V, H]` in `torch.float32`, contiguous. The backward adds dW to it, unless weight
+            is frozen, and hands none to autograd (what Megatron calls main_grad). Memory is then bounded
+            in T too. Its sums are fp32. bfloat16 products are added as they are where `gemm_accumulate`
+            has a kernel; float16 ones, and bfloat16 ones on a CPU without AVX-512, are rounded to 16
+            bits, piece by piece, before they are added.
 
     Returns:
         `[...]`, `torch.float32` (`torch.float64` for float64 inputs). With a group, the gradient

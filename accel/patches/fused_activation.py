@@ -28,6 +28,7 @@ from torch import Tensor
 from accel import ops
 from accel.feature import Context, Feature
 from accel.ops._dispatch import log_fallback
+from accel.ops._overwriting import overwritable
 from accel.patches._kernels import kernels
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
@@ -41,8 +42,8 @@ def inplace_grad() -> bool:
 
 
 def _inplace(input: Tensor) -> bool:
-    """Not over a leaf, as upstream's own recomputation makes of fc1's output."""
-    return inplace_grad() and not (input.is_leaf and input.requires_grad)
+    """Not over a leaf, as upstream's own recomputation makes of fc1's output, nor a view of one."""
+    return inplace_grad() and overwritable(input) is None
 
 
 def wrap_bias_swiglu(upstream: Activation) -> Activation:

@@ -27,7 +27,7 @@ from torch import Tensor
 from accel.feature import Context, Feature
 from accel.ops import cross_entropy
 from accel.ops._dispatch import log_fallback
-from accel.ops.cross_entropy import overwritable
+from accel.ops._overwriting import overwritable
 from accel.patches._kernels import kernels
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, te_installed

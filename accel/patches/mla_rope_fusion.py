@@ -3,8 +3,8 @@
 From the command line ``rope_fusion`` turns the flag off there, and the same rotation runs unfused, by accel's
 kernel. A program that builds Megatron's configuration itself reaches the two functions below: the rotation
 of the last part of each query, and of the one key part that all heads share, with pairs of neighbours in and
-halves out. They compute what upstream's kernels do in PyTorch, with its gradients, in fp32 and rounded once,
-and copy the query where upstream overwrites it.
+halves out. They compute what upstream's kernels do, with its gradients, in fp32 and rounded once: by accel's
+kernel too, in PyTorch where it does not take the input. They copy the query where upstream overwrites it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from accel.feature import Feature
+from accel.ops._dispatch import log_fallback
+from accel.ops.rope import unsupported_reason
 from accel.parallel.context import owners
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
@@ -81,9 +83,25 @@ def _rows(x: Tensor, starts: Tensor | None, cp_rank: int, cp_size: int) -> Tenso
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, rows: Tensor | slice) -> Tensor:
+    cos_T1R, sin_T1R = (
+        table[rows].float().reshape(-1, 1, x.shape[-1]).contiguous() for table in (cos, sin)
+    )
+    if reason := unsupported_reason(x, cos):
+        log_fallback("mla_rope_fusion", reason)
+        return _rotated_by_torch(x, cos_T1R, sin_T1R)
+    x_TBND = x if x.dim() == 4 else x.unsqueeze(1)
+    in_order = (None, 1, 0)  # a row of the tables for each token
+    from_interleaved_to_half = (True, False, False)
+    (y_TBND,) = torch.ops.accel.rope(
+        [x_TBND], cos_T1R, sin_T1R, *in_order, x.shape[-1], *from_interleaved_to_half
+    )
+    return y_TBND.view(x.shape)
+
+
+def _rotated_by_torch(x: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
     shape = (-1, *(1,) * (x.dim() - 2), x.shape[-1])
     (cos_first, cos_second), (sin_first, sin_second) = (
-        table[rows].float().reshape(shape).chunk(2, dim=-1) for table in (cos, sin)
+        table.reshape(shape).chunk(2, dim=-1) for table in (cos_T1R, sin_T1R)
     )
     first, second = x[..., 0::2].float(), x[..., 1::2].float()
     halves = (first * cos_first - second * sin_first, second * cos_second + first * sin_second)

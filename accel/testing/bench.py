@@ -527,15 +527,15 @@ def verdict(row: Mapping) -> str:
 
 
 def outcome(row: Mapping) -> str:
-    """What became of a row's target: "met", "falls short", or "beyond the limit", where it asks for more than
-    the limit, and the limit holds: neither we nor a peer are better than it."""
+    """What became of a row's target: "met" or "falls short", with "(beyond the limit)" where it asks for more
+    than the limit, and the limit holds: neither we nor a peer are better than it."""
     sign = 1 if row["better"] == "lower" else -1
     ours, target = sign * row["ours"], sign * row["target"]
     if ours <= target:
         return "met"
     best = min([ours, *(sign * peer for peer in row["peers"].values())])
     beyond = row["limit"] is not None and target < sign * row["limit"] <= best
-    return "beyond the limit" if beyond else "falls short"
+    return "falls short (beyond the limit)" if beyond else "falls short"
 
 
 def show_results(folder: Path) -> None:

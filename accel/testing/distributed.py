@@ -29,10 +29,12 @@ import pytest
 from accel.testing import ranks
 from accel.testing.ranks import Launcher
 
-__all__ = ["SECONDS_PER_TEST", "free_port", "launch", "under_torchrun"]
+__all__ = ["MEASURED", "SECONDS_PER_TEST", "free_port", "launch", "under_torchrun"]
 
 SECONDS_PER_TEST = 600
 """Says that a rank hangs, so it is many times what the longest test needs on a quiet machine."""
+MEASURED = "measured: "
+"""What a test prints before something that is to be read though it has passed."""
 _TAIL_LINES = 60
 _REPORTS = "ACCEL_TEST_REPORTS"
 
@@ -145,6 +147,20 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     }
     with open(Path(os.environ[_REPORTS]) / f"rank{os.environ['RANK']}.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what tests that passed have measured, which pytest captures: lines that begin so."""
+    passed = terminalreporter.getreports("passed")
+    lines = [
+        f"{report.nodeid}: {line.removeprefix(MEASURED)}"
+        for report in passed
+        for line in report.capstdout.splitlines()
+        if line.startswith(MEASURED)
+    ]
+    if lines:
+        terminalreporter.section("measured")
+        terminalreporter.write_line("\n".join(lines))
 
 
 @pytest.fixture(autouse=True)

@@ -189,7 +189,7 @@ def memory_table(memory: dict, rehearsal: bool) -> list[str]:
             limit = limits.get(side, 0.0)
             beyond = reached is not None and target < limit <= reached
             met = reached is not None and reached <= target
-            verdict = "beyond the limit" if beyond else "met" if met else "missed"
+            verdict = "met" if met else "missed (beyond the limit)" if beyond else "missed"
             if same == "**others**":
                 verdict = "missed"
         cells = [

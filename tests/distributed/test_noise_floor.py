@@ -3,7 +3,7 @@
 Training amplifies rounding, so no fixed tolerance holds for 100 steps. The yardstick is what the
 smallest possible change does: the same stock run with every initial weight moved by one bf16 unit in
 the last place, up or down at random, several times. The largest distance of such runs from stock is
-the noise floor; it is printed.
+the noise floor; it is printed, and shown at the session's end.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from accel.testing.distributed import MEASURED
 
 from .training import losses, train
 
@@ -60,6 +62,6 @@ def test_everything_on_stays_within_the_noise_floor(monkeypatch: pytest.MonkeyPa
             patch.setattr(training, "setup_model_and_optimizer", one_ulp_away(setup, seed))
             perturbed.append(losses(train([*FLAGS, *STOCK])))
     floors = [distance(run, stock) for run in perturbed]
-    print(f"noise floors {floors}, everything on {distance(ours, stock)}")
+    print(f"{MEASURED}noise floors {floors}, everything on {distance(ours, stock)}")
     assert min(floors) > 0, "the perturbation did not reach the model"
     assert 0 < distance(ours, stock) <= max(floors)

@@ -82,6 +82,26 @@ def test_without_the_native_library_values_are_copied(monkeypatch: pytest.Monkey
     assert all(map(torch.equal, *results))
 
 
+@needs_native
+def test_a_gradient_may_be_written_over_the_input() -> None:
+    grads = []
+    for freed in (False, True):
+        x, w = leaf(8, 32), leaf(16, 16, seed=1)
+        call, fc1 = Recomputed(), x * 1.0
+        y = call(swiglu_over_its_input, fc1) if freed else swiglu(fc1)
+        out = consumer(y, w)
+        if freed:
+            assert call.free(out) == y.numel() * 4
+        out.square().sum().backward()
+        grads.append((x.grad, w.grad))
+        assert torch.equal(fc1.detach(), x.grad) == freed
+    assert all(map(torch.equal, *grads))
+
+
+def swiglu_over_its_input(x: Tensor) -> Tensor:
+    return swiglu(x, inplace_grad=True)
+
+
 def test_double_backward() -> None:
     results = []
     for freed in (False, True):

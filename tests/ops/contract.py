@@ -148,6 +148,9 @@ class OpContract:
     device = "cpu"
     """Where the kernels under test run; `op` takes and gives CPU tensors all the same."""
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
+    dtypes_of_calls: Sequence[torch.dtype] | None = None
+    """Those of subsets of gradients, of double calls and of micro-batches, whose bits are compared; all, if
+    None."""
     roundings: dict[torch.dtype, int] = {}
     """Dtype of a result -> how many roundings in a row its formula needs in it; 1 where it is missing.
     An fp32 gradient of half inputs (a weight's, say) is computed in fp32 from end to end."""
@@ -184,19 +187,22 @@ class OpContract:
 
     @needs_native
     def test_any_subset_of_gradients(self):
-        inputs = self.inputs(self.dtypes[0])
-        positions = inputs.differentiable()
-        _, every = run(self.op, inputs)
-        for bits in range(2 ** len(positions)):
-            wanted = [p for n, p in enumerate(positions) if bits >> n & 1]
-            _, grads = run(self.op, inputs, wanted)
-            for p in wanted:
-                assert torch.equal(grads[p], every[p]), f"gradient {p} of {wanted}"
+        for dtype in self.dtypes_of_calls or self.dtypes:
+            inputs = self.inputs(dtype)
+            positions = inputs.differentiable()
+            _, every = run(self.op, inputs)
+            for bits in range(2 ** len(positions)):
+                wanted = [p for n, p in enumerate(positions) if bits >> n & 1]
+                _, grads = run(self.op, inputs, wanted)
+                for p in wanted:
+                    assert torch.equal(grads[p], every[p]), f"{dtype}: gradient {p} of {wanted}"
 
     @needs_native
     def test_calls_share_no_memory(self):
-        first_in, second_in = self.inputs(self.dtypes[0], 0), self.inputs(self.dtypes[0], 1)
+        for dtype in self.dtypes_of_calls or self.dtypes:
+            self.check_calls_share_no_memory(self.inputs(dtype, 0), self.inputs(dtype, 1))
 
+    def check_calls_share_no_memory(self, first_in: Inputs, second_in: Inputs) -> None:
         def outputs(inputs: Inputs) -> list[Tensor]:
             result = self.op(
                 *[t if t is None else t.clone() for t in inputs.tensors], **inputs.options
@@ -217,7 +223,10 @@ class OpContract:
 
     @needs_native
     def test_gradients_accumulate_over_micro_batches(self):
-        inputs = self.inputs(self.dtypes[0])
+        for dtype in self.dtypes_of_calls or self.dtypes:
+            self.check_gradients_accumulate(self.inputs(dtype))
+
+    def check_gradients_accumulate(self, inputs: Inputs) -> None:
         positions = inputs.differentiable()
         leaves = {p: inputs.tensors[p].detach().clone().requires_grad_() for p in positions}
         want = {p: torch.zeros_like(leaves[p]) for p in positions}

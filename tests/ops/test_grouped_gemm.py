@@ -1,6 +1,7 @@
 """Grouped products: see `OpContract`. The products are ATen's, so no instruction set is ours to test; who
 computes which is."""
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from accel.ops import grouped_gemm, grouped_gemm_ref
+from accel.ops._dispatch import _log_fallback_once
 from accel.ops.grouped_gemm import accumulate_wgrad
 from tests.ops.contract import LAYOUTS, Inputs, OpContract, change_layout, needs_native, run
 
@@ -195,7 +197,25 @@ def test_cpus_without_bf16_ask_whoever_replaced_mm(monkeypatch):
     monkeypatch.setattr(module, "has_native_bf16", lambda: False)
     monkeypatch.setattr(torch, "mm", lambda *a, **k: pytest.fail("torch.mm with out="))
     x, weight, counts = TestGroupedGemm().inputs(torch.bfloat16).tensors
+    assert "oneDNN has no bf16 products" in module.unsupported_reason(x)
     assert torch.equal(grouped_gemm(x, weight, counts), grouped_gemm_ref(x, weight, counts))
+
+
+def test_missing_kernels_fall_back_and_say_so_once(caplog, monkeypatch):
+    module = sys.modules["accel.ops.grouped_gemm"]
+    missing = "no native kernels here"
+    monkeypatch.setattr(module, "missing_kernel", lambda op, device_type: missing)
+    x, weight, counts = TestGroupedGemm().inputs(torch.float32).tensors
+    assert module.unsupported_reason(x) == missing
+    meta = torch.empty(4, 3, dtype=torch.float64, device="meta")
+    assert "float64 (the kernels take" in module.unsupported_reason(meta)
+    _log_fallback_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="accel"):
+        for _ in range(2):
+            y, expected = (f(x, weight, counts) for f in (grouped_gemm, grouped_gemm_ref))
+            torch.testing.assert_close(y, expected)
+    message = f"grouped_gemm: using plain PyTorch: {missing}"
+    assert [r.message for r in caplog.records] == [message]
 
 
 def test_derivative_of_the_weight_gradient_is_an_error():

@@ -127,9 +127,10 @@ def packed_calls(draw_from) -> Inputs:
 
 @needs_native
 @settings(deadline=None, max_examples=100)
-@given(inputs=packed_calls())
-def test_packed_sequences(inputs):
-    TestRope().check(inputs)
+@given(inputs=packed_calls(), dtype=st.sampled_from(TestRope.dtypes))
+def test_packed_sequences(inputs, dtype):
+    q, freqs, k = inputs.tensors
+    TestRope().check(inputs._replace(tensors=[q.to(dtype), freqs, k.to(dtype)]))
 
 
 @needs_native

@@ -293,6 +293,16 @@ def test_gradient_in_place_changes_no_bit(dtype: torch.dtype, one_rank: None) ->
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def test_a_gradient_is_never_written_over_a_leaf() -> None:
+    swiglu = importlib.import_module(f"{FUSIONS}.fused_bias_swiglu")
+    leaf = torch.randn(5, 16, requires_grad=True)
+    kept = leaf.detach().clone()
+    with features(fused_activation=True, inplace_activation_grad=True):
+        for x in (leaf, leaf[:2]):
+            swiglu.bias_swiglu_impl(x, None).sum().backward()
+    assert torch.equal(leaf.detach(), kept)
+
+
 def test_idle_where_nothing_is_fused() -> None:
     from types import SimpleNamespace
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import accel
+from tests.ops.contract import needs_native
 
 S, B, H, KEPT, TURNED, WIDTH_V = 12, 2, 3, 8, 16, 4
 ROWS = 2 * S
@@ -97,6 +98,28 @@ def test_half_precision_is_rounded_once() -> None:
     )
     for ours, definition in pairs:
         torch.testing.assert_close(ours.double(), definition, rtol=1.01 * 2**-8, atol=1e-6)
+
+
+@needs_native
+def test_one_kernel_rotates_and_torch_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer import multi_latent_attention as mla
+
+    from accel.patches import mla_rope_fusion
+
+    _, cos, sin = tables()
+    by_torch, found, made = mla_rope_fusion._rotated_by_torch, [], []
+
+    def rotated(*args: Tensor) -> Tensor:
+        made.append(args[0].dtype)
+        return by_torch(*args)
+
+    monkeypatch.setattr(mla_rope_fusion, "_rotated_by_torch", rotated)
+    for dtype in (torch.float32, torch.float64):
+        draw = torch.Generator().manual_seed(0)
+        q = torch.randn(S, H, KEPT + TURNED, generator=draw).to(dtype)
+        found.append(mla.fused_apply_mla_rope_for_q(q, cos, sin, KEPT, TURNED, STARTS))
+    assert made == [torch.float64]
+    torch.testing.assert_close(found[0].double(), found[1])
 
 
 def test_interleaved_output_is_refused() -> None:

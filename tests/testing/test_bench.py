@@ -112,7 +112,7 @@ def test_target_is_the_strictest_wish(reused_pages, capsys):
         (2.0, 5.0, 1.5, 2.0, "met"),
         (3.0, 5.0, 1.5, 2.0, "falls short"),
         (3.0, 5.0, None, 2.0, "falls short"),
-        (3.0, 5.0, 2.5, 2.0, "beyond the limit"),
+        (3.0, 5.0, 2.5, 2.0, "falls short (beyond the limit)"),
         (3.0, 2.4, 2.5, 2.0, "falls short"),  # a peer is better than that limit
     ],
 )

@@ -39,7 +39,7 @@ import pytest
 
 @pytest.mark.distributed(world_size=1)
 def test_short():
-    pass
+    print("measured: 1 unit")
 
 @pytest.mark.distributed(world_size=1)
 def test_long():
@@ -47,7 +47,7 @@ def test_long():
 """
 
 
-def test_durations_are_those_on_the_ranks(tmp_path: Path) -> None:
+def test_durations_and_what_is_measured_are_those_on_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "test_two.py").write_text(TWO_TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -p accel.testing.distributed\n")
     start = time.monotonic()
@@ -60,6 +60,7 @@ def test_durations_are_those_on_the_ranks(tmp_path: Path) -> None:
         timeout=900,
     )
     whole = time.monotonic() - start
+    assert "test_two.py::test_short: 1 unit" in done.stdout
     shown = re.findall(r"([0-9.]+)s call +test_two.py::(test_\w+)", done.stdout)
     seconds = {name: float(number) for number, name in shown}
     assert seconds["test_long"] >= 3, done.stdout

@@ -219,8 +219,8 @@ def test_what_no_side_can_reach_is_beyond_the_limit():
     assert limits == {"host optimizer": pytest.approx(2.0), "least": pytest.approx(0.8)}
     rows = {"sides": sides, "limits": limits}
     *_, on_host, least = memory_table(rows, rehearsal=False)
-    assert on_host.endswith("| the same | 1.01 | 2.00 | beyond the limit |")
-    assert least.endswith("| 85% |  | 0.5 | 0.80 | beyond the limit |")
+    assert on_host.endswith("| the same | 1.01 | 2.00 | missed (beyond the limit) |")
+    assert least.endswith("| 85% |  | 0.5 | 0.80 | missed (beyond the limit) |")
     sides["host optimizer"]["ms"] = 390  # no limit, if it can be passed
     assert memory_table(rows, rehearsal=False)[-2].endswith("| 2.00 | missed |")
     assert memory.limits({}, parameters, link=1.0) == {}

@@ -76,6 +76,7 @@ class OnTriton:
     """Mixin before an op's contract; in it, `op` is the function under test as a staticmethod."""
 
     device = DEVICE
+    dtypes_of_calls = None if HAS_GPU else (torch.float32,)  # the interpreter is slow
 
     # What only the C++ kernels owe.
     test_every_instruction_set = None
