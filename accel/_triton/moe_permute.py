@@ -140,12 +140,12 @@ def _place_routed(
 
 @triton.jit
 def _tokens_and_experts(row_map_P, rows, last, num_tokens):
-    """Both int32; the token of padding is -1."""
+    """Both int32; the token of padding is -1. An expert beyond 32 bits is beyond all that there are."""
     place = tl.load(row_map_P + rows, mask=rows < last, other=-1)
     safe = tl.where(place < 0, 0, place)
     expert = safe // num_tokens
     token = safe - expert * num_tokens
-    return tl.where(place < 0, -1, token).to(tl.int32), expert.to(tl.int32)
+    return tl.where(place < 0, -1, token).to(tl.int32), tl.minimum(expert, 2**31 - 1).to(tl.int32)
 
 
 @triton.jit
