@@ -47,7 +47,8 @@ LONG_ROW_BLOCK = 4096
 PADDING_BLOCK = 32
 """Rows in which a program looks for padding."""
 READ_ONCE_BYTES = 64 << 20
-"""Reading less again takes 20 us of an H100's 3.3 TB/s; the inverse takes two launches of 5."""
+"""Reading less again takes 20 us of an H100's 3.3 TB/s; the inverse takes two launches of 5, which each move
+little else. Derived, not measured."""
 
 NONE = tl.constexpr(2**31 - 1)
 """Beyond every entry of a list."""
