@@ -9,7 +9,10 @@ from pathlib import Path
 from accel._peers import LIBRARIES
 
 ROOT = Path(__file__).parents[1]
-COMPILED = ROOT / "benchmarks" / "results" / "compile.json"
+RESULTS = ROOT / "benchmarks" / "results"
+COMPILED = RESULTS / "compile.json"
+ACTIVATIONS = {"swiglu", "geglu", "bias_gelu", "squared_relu"}
+"""The ops of `accel/ops/activation.py`, each with results of its own."""
 
 Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 
@@ -70,6 +73,13 @@ of all peers that any part has timed.
 
 def pages(docs: Path, generated: str, table: Table) -> dict[Path, str]:
     parts = [generated, INTRODUCTION, "## Kernels", kernels(table)]
+    parts += [
+        "## Against the best peer",
+        "Each op's main row on each machine: accel's time, the fastest other side that was measured there "
+        "and is as exact, and how many times faster accel is. Empty: not measured; on Ascend nothing was. "
+        "All rows are below and in [benchmarks](benchmarks.md).",
+        against_the_best(RESULTS, table),
+    ]
     if COMPILED.exists():
         report = json.loads(COMPILED.read_text())
         versions = ", ".join(f"{name} {number}" for name, number in report["compilers"].items())
@@ -90,12 +100,64 @@ def stems(folder: str, suffix: str) -> set[str]:
 def kernels(table: Table) -> str:
     """One line for each op: where it has kernels."""
     cpu, cuda = stems("csrc/cpu", ".cpp"), stems("csrc/cuda", ".cu")
+    cpu |= {"grouped_gemm"} if "products" in cpu else set()  # whose many products it computes
     triton, npu = stems("accel/_triton", ".py"), stems("accel/_npu", ".py")
     ops = sorted(stems("accel/ops", ".py") & (cpu | cuda | triton | npu))
     mark = {True: "yes", False: ""}
     kinds = (cpu, triton, cuda, npu, LIBRARIES["liger"], LIBRARIES["apex"])
     rows = [(f"`{op}`", *(mark[op in there] for there in kinds)) for op in ops]
     return table(("op", "CPU, C++", "CUDA, Triton", "CUDA C++", "Ascend", "Liger", "Apex"), rows)
+
+
+def against_the_best(results: Path, table: Table) -> str:
+    """One line for each op that was measured anywhere, one column for each machine."""
+    ops = stems("accel/ops", ".py") | ACTIVATIONS
+    cells: dict[str, dict[str, str]] = {}
+    for file in sorted(results.glob("*/*.json")):
+        report, machine = json.loads(file.read_text()), file.parent.name
+        if file.name == "results.json":  # of `make gpu`
+            rows = [(row["op"], on_a_gpu(row)) for row in report["ops"]]
+        else:
+            timed = [row for row in report["rows"] if row["metric"] == "time"]
+            rows = [(report["name"], on_a_cpu(row)) for row in timed if report["name"] in ops]
+        for op, cell in rows:
+            if cell:
+                cells.setdefault(machine, {}).setdefault(op, cell)  # the first row is the main one
+    machines = sorted(cells)
+    names = sorted({op for found in cells.values() for op in found})
+    lines = [(f"`{op}`", *(cells[machine].get(op, "") for machine in machines)) for op in names]
+    return table(("op", *machines), lines)
+
+
+def on_a_gpu(row: Mapping) -> str:
+    """The cell of a row of `make gpu`; empty where accel was not timed."""
+    sides = {name: side for name, side in row["sides"].items() if "us" in side}
+    ours = sides.pop("accel", None)
+    if ours is None:
+        return ""
+    peers = {
+        name: side["us"]
+        for name, side in sides.items()
+        if name != "accel in Triton" and "less exact" not in side["note"]
+    }
+    return best_of(f"{row['mode']} {row['shape']}", ours["us"], peers, "us")
+
+
+def on_a_cpu(row: Mapping) -> str:
+    """The cell of a row of times of `make bench`."""
+    return best_of(row["case"], row["ours"], row["peers"], row["unit"])
+
+
+def best_of(case: str, ours: float, peers: Mapping[str, float], unit: str) -> str:
+    text = f"{case}: **{number(ours)}** {unit}"
+    if not peers:
+        return text
+    name, best = min(peers.items(), key=lambda peer: peer[1])
+    return f"{text}, {name} {number(best)} ({best / ours:.2f}x)"
+
+
+def number(x: float) -> str:
+    return f"{x:.4g}" if x < 1e4 else f"{x:.0f}"
 
 
 def compiled(rows: Sequence[Mapping], table: Table) -> str:
@@ -127,6 +189,6 @@ def compiled(rows: Sequence[Mapping], table: Table) -> str:
 def measured(table: Table) -> str:
     """What `make gpu` has written, for each machine."""
     parts = []
-    for file in sorted((ROOT / "benchmarks" / "results").glob("*/results.md")):
+    for file in sorted(RESULTS.glob("*/results.md")):
         parts += [f"### {file.parent.name}", file.read_text().partition("\n")[2].strip()]
     return "\n\n".join(parts) or "Nothing yet: `make gpu` has not run on a GPU so far."

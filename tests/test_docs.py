@@ -1,8 +1,11 @@
 """The generated pages are what the features and the results say."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,3 +22,41 @@ def test_every_benchmark_of_a_feature_exists() -> None:
     for feature in FEATURES:
         for name in feature.benchmarks:
             assert (ROOT / "benchmarks" / f"{name}.py").exists(), f"{feature.name}: {name}"
+
+
+def test_the_best_peers_are_measured_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first row of an op counts; what is less exact, or accel's own in Triton, is no peer."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from generate import table
+    from gpu import against_the_best
+
+    sides = {
+        "accel": {"us": 2.0, "note": ""},
+        "liger": {"us": 1.0, "note": "less exact: by much"},
+        "accel in Triton": {"us": 1.0, "note": ""},
+        "quack": {"us": 3.0, "note": ""},
+        "flash": {"absent": "not installed"},
+    }
+    row = {"op": "rms_norm", "mode": "forward", "shape": "2 x 8", "sides": sides}
+    failed = {**row, "op": "rope", "sides": {"accel": {"absent": "wrong"}}}
+    times = {
+        "metric": "time",
+        "case": "8x8",
+        "ours": 4.0,
+        "peers": {"a": 6.0, "b": 5.0},
+        "unit": "ms",
+    }
+    reports = {
+        "gpu/results": {"ops": [row, {**row, "mode": "backward"}, failed]},
+        "cpu/swiglu": {"name": "swiglu", "rows": [{**times, "metric": "bandwidth"}, times]},
+        "cpu/pipeline": {"name": "pipeline", "rows": [times]},
+    }
+    for name, report in reports.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    assert against_the_best(tmp_path, table).splitlines() == [
+        "| op | cpu | gpu |",
+        "| --- | --- | --- |",
+        "| `rms_norm` |  | forward 2 x 8: **2** us, quack 3 (1.50x) |",
+        "| `swiglu` | 8x8: **4** ms, b 5 (1.25x) |  |",
+    ]

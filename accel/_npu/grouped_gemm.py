@@ -4,14 +4,17 @@
                                 weight (group_type 2, whose x is a transpose)
     npu_grouped_matmul_add_     that gradient added to fp32 main gradients, which are one tensor
 
-The counts go as their cumulative sums in a tensor on the device. A list of up to 128 matrices goes as
-it is, a longer one is stacked. What the ops do not take (fp64, rows of 65536 elements, main gradients
-apart from each other) is one product after another.
+The counts go as their cumulative sums in a tensor on the device, the last of which is the number of rows.
+Those of the device may sum up to less, or lie; they are clamped as on CUDA. Rows that are no expert's are
+then multiplied with the last matrix, are a group of their own for the gradient, whose result is dropped,
+and zeros where it is added. A list of up to 128 matrices goes as it is, a longer one is stacked. What the ops
+do not take (fp64, rows of 65536 elements, main gradients apart from each other) is one product after another.
 """
 
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from accel._npu.kept import kept
@@ -34,17 +37,35 @@ CUMULATIVE = 0
 """`group_list_type`."""
 
 
-def _ends(tokens_per_expert: Tensor, device: torch.device) -> Tensor:
-    """The cumulative sums on the device. Counts of the host are copied while it goes on, which torch-npu does
-    from pinned memory alone."""
+def _known(tokens_per_expert: Tensor) -> bool:
+    """Whether the caller has held them against the number of rows, as those of the host."""
+    return tokens_per_expert.device.type == "cpu"
+
+
+def _ends(
+    tokens_per_expert: Tensor, num_rows: int, device: torch.device, *, more_rows: bool = False
+) -> Tensor:
+    """`[E]`, the cumulative sums on the device, or with `more_rows` `[E + 1]`, a group more: rows that are no
+    expert's are that group's, else the last expert's. Counts of the host are copied while it goes on, which
+    torch-npu does from pinned memory alone."""
 
     def find() -> Tensor:
-        ends = tokens_per_expert.cumsum(0)
+        ends = tokens_per_expert.clamp(0, num_rows).cumsum(0).clamp_(max=num_rows)
+        if more_rows:
+            ends = F.pad(ends, (0, 1), value=num_rows)
+        else:
+            ends[-1:].fill_(num_rows)
         if ends.device == device:
             return ends
         return ends.pin_memory().to(device, non_blocking=True)
 
-    return kept(tokens_per_expert, ("ends", device), find)
+    return kept(tokens_per_expert, ("ends", num_rows, device, more_rows), find)
+
+
+def _zeros_from(end: Tensor, rows: Tensor) -> Tensor:
+    """`rows` with zeros from that one on, a number on the device."""
+    is_beyond = torch.arange(len(rows), device=rows.device) >= end
+    return rows.masked_fill(is_beyond[:, None], 0.0)
 
 
 def _columns(left: Tensor) -> Tensor:
@@ -83,7 +104,7 @@ def product(
     return torch.ops.npu.npu_grouped_matmul(
         [x.contiguous()],
         operands,
-        group_list=_ends(tokens_per_expert, x.device),
+        group_list=_ends(tokens_per_expert, len(x), x.device),
         split_item=ONE_RESULT,
         group_type=BY_ROWS,
         group_list_type=CUMULATIVE,
@@ -97,22 +118,25 @@ def weight_gradient(dy: Tensor, x: Tensor, tokens_per_expert: Tensor, transpose_
     shape = (num_groups, left.shape[1], right.shape[1])
     if not len(x) or 0 in shape:
         return x.new_zeros(shape)
-    if not _taken(x.dtype, num_groups, left.shape[1], right.shape[1]):
+    known = _known(tokens_per_expert)
+    if not _taken(x.dtype, num_groups + (not known), left.shape[1], right.shape[1]):
         return wgrad_loop(dy, x, tokens_per_expert, transpose_b)
+    ends = _ends(tokens_per_expert, len(x), x.device, more_rows=not known)
     dw = torch.ops.npu.npu_grouped_matmul(
         [_columns(left)],
         [right.contiguous()],
-        group_list=_ends(tokens_per_expert, x.device),
+        group_list=ends,
         split_item=ONE_RESULT,
         group_type=BY_K,
         group_list_type=CUMULATIVE,
-    )[0]
+    )[0][:num_groups]
     # The documentation does not say what the op leaves where an expert has no rows.
-    if tokens_per_expert.device.type == "cpu":
+    if known:
         for e in (tokens_per_expert == 0).nonzero()[:, 0].tolist():
             dw[e].zero_()
         return dw
-    return dw.masked_fill_((tokens_per_expert == 0)[:, None, None], 0.0)
+    has_none = ends[:num_groups] == F.pad(ends, (1, 0))[:num_groups]
+    return dw.masked_fill_(has_none[:, None, None], 0.0)
 
 
 def add_weight_gradient(
@@ -138,11 +162,14 @@ def add_weight_gradient(
     if not taken:
         add_wgrad_loop(dy, x, tokens_per_expert, list(main_grads), transpose_b)
         return
+    if not _known(tokens_per_expert):  # of both: zero times what lies there may be NaN
+        end = _ends(tokens_per_expert, len(x), x.device, more_rows=True)[-2]
+        left, right = _zeros_from(end, left), _zeros_from(end, right)
     torch.ops.npu.npu_grouped_matmul_add_(
         stack.view(-1, stack.shape[2]),
         left.contiguous(),
         right.contiguous(),
-        _ends(tokens_per_expert, x.device),
+        _ends(tokens_per_expert, len(x), x.device),
         transpose_x=True,
         transpose_weight=False,
         group_type=BY_K,

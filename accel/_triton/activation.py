@@ -18,8 +18,8 @@ from accel._triton.launch import ceil_div, launch, next_power_of_2, num_processo
 from accel.ops.activation import gradient_limit
 
 TILE = 2048
-"""Elements of y that a program takes at a time: 16 in each thread of 4 warps, two loads of 16 bytes
-from each 16-bit tensor."""
+"""Elements of y that a program takes at a time: 16 in each of 4 x 32 threads, two loads of 16 bytes
+from each 16-bit tensor. Derived, not measured."""
 TILE_OF_SUMS = 1024
 """The same where dbias is summed: with 16 in each thread, its sums take 200 registers, with 8 they take
 100 or so, and twice as many programs run beside each other."""

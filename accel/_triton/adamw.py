@@ -30,7 +30,7 @@ from accel._triton.launch import launch
 
 CHUNK = 16384
 """Elements of a program: 16 blocks, beside which its four reads of the table are little, and still 1,500
-programs for a rank with 25 million parameters."""
+programs for a rank with 25 million parameters (25e6 / 16384). Derived, not measured."""
 BLOCK = 1024
 NUM_WARPS = 8
 

@@ -1039,24 +1039,32 @@ def best_backward(dout: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor
 
 KERNELS = {"accel::attention_fwd": best_forward, "accel::attention_bwd": best_backward}
 
+_HOPPER_128 = (
+    "2.66 ms all the same, 3.35 with blocks that do not "
+    "(32 x 128; an H200, 8192 causal queries of 32 heads over 8)"
+)
+_HOPPER_64 = (
+    "0.72 ms all the same, with 8 warps, which do not, 0.85 "
+    "(an H200, 8192 causal queries of 32 heads)"
+)
+_AMPERE = "blocks that it does not get: 'for sm_80' are its own"
+_AMPERE_192 = "smaller blocks spill too"
 MAY_SPILL = {
-    ("_backward_keys", "sm_90"): (
-        320,
-        "rows of 128: 2.66 ms all the same, 3.35 with blocks that do not "
-        "(32 x 128; an H200, 8192 causal queries of 32 heads over 8)",
-    ),
-    ("_backward_queries", "sm_90"): (
-        48,
-        "rows of 64: 0.72 ms all the same, with 8 warps, which do not, "
-        "0.85 (an H200, 8192 causal queries of 32 heads)",
-    ),
-    ("_backward_keys", "sm_80"): (
-        624,
-        "with blocks that it does not get ('for sm_80' are its own), and with rows of 192",
-    ),
-    ("_backward_queries", "sm_80"): (268, "likewise; for rows of 192 smaller blocks spill too"),
+    ("_backward_keys", "D=128", "sm_90"): (320, _HOPPER_128),
+    ("_backward_keys", "D=128 full", "sm_90"): (120, _HOPPER_128),
+    ("_backward_keys", "D=128 window", "sm_90"): (32, _HOPPER_128),
+    ("_backward_queries", "D=64", "sm_90"): (48, _HOPPER_64),
+    ("_backward_keys", "D=128", "sm_80"): (624, _AMPERE),
+    ("_backward_keys", "D=128 full", "sm_80"): (160, _AMPERE),
+    ("_backward_keys", "D=128 window", "sm_80"): (208, _AMPERE),
+    ("_backward_keys", "D=192 E=128", "sm_80"): (156, _AMPERE_192),
+    ("_backward_queries", "D=64", "sm_80"): (268, _AMPERE),
+    ("_backward_queries", "D=128", "sm_80"): (88, _AMPERE),
+    ("_backward_queries", "D=128 full", "sm_80"): (104, _AMPERE),
+    ("_backward_queries", "D=128 window", "sm_80"): (32, _AMPERE),
+    ("_backward_queries", "D=192 E=128", "sm_80"): (52, _AMPERE_192),
 }
-"""Kernel and architecture -> bytes that it may spill at most, in any case, and why."""
+"""Kernel, case and architecture -> bytes that it may spill at most, and why."""
 
 
 def _for_ampere(launcher: Callable, *args: Any) -> Any:

@@ -40,16 +40,13 @@ FP32_TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 16, "num_warps": 8, "num_s
 
 
 @triton.jit
-def _clamped(counts, num_rows):
-    """int32: nobody has looked at them."""
-    return tl.minimum(tl.maximum(counts, 0), num_rows).to(tl.int32)
-
-
-@triton.jit
 def _counts(counts_E, num_rows, num_experts, BLOCK_E: tl.constexpr):
+    """int32, clamped as `_ends` are: nobody has looked at them, and what they sum up to may need 64 bits."""
     experts = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_E + experts, mask=experts < num_experts, other=0)
-    return _clamped(counts, num_rows)
+    counts = tl.minimum(tl.maximum(counts, 0), num_rows)
+    ends = tl.cumsum(counts, 0)
+    return (tl.minimum(ends, num_rows) - tl.minimum(ends - counts, num_rows)).to(tl.int32)
 
 
 @triton.jit
@@ -80,11 +77,11 @@ def _product(
     if e < BLOCK_E:
         first = tl.sum(tl.where(before, counts, 0))
         in_expert = tl.program_id(0) - tl.sum(tl.where(before, tiles, 0))
-        count = _clamped(tl.load(counts_E + e), num_rows)
+        count = tl.sum(tl.where(tl.arange(0, BLOCK_E) == e, counts, 0))
         m, n = swizzled(in_expert, tl.cdiv(count, BLOCK_M), num_n)
         row = tl.cast(first + m * BLOCK_M, tl.int64)
         col = tl.cast(n * BLOCK_N, tl.int64)
-        num_valid = tl.minimum(count, num_rows - first) - m * BLOCK_M  # counts may tell of too many
+        num_valid = count - m * BLOCK_M
         rows, cols, ks = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         x = x_TK + row * stride_xt
         w = _matrix(weights, e, stride_we, LISTED, DTYPE, ALIGNED) + col * stride_wn
@@ -116,7 +113,7 @@ def _weight_gradient(
     m, n = swizzled(tl.program_id(0) % (num_m * num_n), num_m, num_n)
     counts = _counts(counts_E, num_rows, num_experts, BLOCK_E)
     first = tl.sum(tl.where(tl.arange(0, BLOCK_E) < e, counts, 0))
-    last = tl.minimum(first + _clamped(tl.load(counts_E + e), num_rows), num_rows)
+    last = first + tl.sum(tl.where(tl.arange(0, BLOCK_E) == e, counts, 0))
     if (not ACCUMULATE) or (first < last):
         row, col = m * BLOCK_M, n * BLOCK_N
         total = transposed_product(

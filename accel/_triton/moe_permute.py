@@ -47,7 +47,8 @@ LONG_ROW_BLOCK = 4096
 PADDING_BLOCK = 32
 """Rows in which a program looks for padding."""
 READ_ONCE_BYTES = 64 << 20
-"""Reading less again takes 20 us of an H100's 3.3 TB/s; the inverse takes two launches of 5."""
+"""Reading less again takes 20 us of an H100's 3.3 TB/s; the inverse takes two launches of 5, which each move
+little else. Derived, not measured."""
 
 NONE = tl.constexpr(2**31 - 1)
 """Beyond every entry of a list."""
@@ -140,12 +141,12 @@ def _place_routed(
 
 @triton.jit
 def _tokens_and_experts(row_map_P, rows, last, num_tokens):
-    """Both int32; the token of padding is -1."""
+    """Both int32; the token of padding is -1. An expert beyond 32 bits is beyond all that there are."""
     place = tl.load(row_map_P + rows, mask=rows < last, other=-1)
     safe = tl.where(place < 0, 0, place)
     expert = safe // num_tokens
     token = safe - expert * num_tokens
-    return tl.where(place < 0, -1, token).to(tl.int32), expert.to(tl.int32)
+    return tl.where(place < 0, -1, token).to(tl.int32), tl.minimum(expert, 2**31 - 1).to(tl.int32)
 
 
 @triton.jit

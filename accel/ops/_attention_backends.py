@@ -14,6 +14,7 @@ change from release to release, compute a small call first: one that is wrong, o
 not used. The Triton kernel takes every call.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -143,6 +144,13 @@ class Backend:
     """dout, q, k, v, out, lse -> dq, dk, dv."""
     is_package: bool = False
     """Another's than PyTorch's and ours: used after a trial."""
+
+    def on(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """To be called in: packages may launch on the current device's stream, wherever their tensors are."""
+        current = device.type != "cuda" or device.index == torch.cuda.current_device()
+        if self.is_package and not current:
+            return torch.cuda.device(device)
+        return contextlib.nullcontext()
 
 
 class Plan(NamedTuple):
@@ -679,8 +687,9 @@ def _tried(backend: Backend, call: Call, device: torch.device) -> str | None:
     names = ("out", "lse", "dq", "dk", "dv")
 
     def results() -> Iterator[tuple[str, Tensor, Tensor]]:
-        out, lse = backend.forward(*qkv, arguments)
-        grads = backend.backward(dout.to(device), *qkv, out, lse, arguments)
+        with backend.on(device):
+            out, lse = backend.forward(*qkv, arguments)
+            grads = backend.backward(dout.to(device), *qkv, out, lse, arguments)
         wide = (q.float(), k.float(), v.float())
         right = attention_ref(*wide, **options)
         right_grads = attention_gradients_ref(dout.float(), *wide, *right, **options)
@@ -788,7 +797,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, T
         return _triton_forward(q, k, v, a)
     call = _call(q, k, v, a)
     a = a._replace(left=call.left, right=call.right)
-    return _choose(call, q.device).forward(q, k, v, a)
+    backend = _choose(call, q.device)
+    with backend.on(q.device):
+        return backend.forward(q, k, v, a)
 
 
 def backward(
@@ -800,4 +811,6 @@ def backward(
         return _triton_backward(dout, q, k, v, out, lse, a)
     call = _call(q, k, v, a, dout, out)
     a = a._replace(left=call.left, right=call.right)
-    return _choose(call, q.device).backward(dout, q, k, v, out, lse.contiguous(), a)
+    backend = _choose(call, q.device)
+    with backend.on(q.device):
+        return backend.backward(dout, q, k, v, out, lse.contiguous(), a)

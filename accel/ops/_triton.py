@@ -1,7 +1,8 @@
 """The Triton kernels, `accel._triton`: registered for CUDA at the first need, or a reason why not.
 
-They serve the ops that have no kernel there yet: those in CUDA C++ (`accel.ops._cuda`) come first. After
-both come the kernels that somebody asked for op by op, Triton's or another library's (`_kernel_choice`).
+They serve the ops that have no kernel there yet: those in CUDA C++ (`accel.ops._cuda`) come first, for the
+measured reasons in `_kernel_choice`. After both come the kernels that somebody asked for op by op, Triton's
+or another library's.
 What Triton needs to start (its import, its compiler) is paid by the first op on a CUDA tensor.
 """
 

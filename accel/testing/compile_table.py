@@ -5,13 +5,16 @@
 Each file of `accel._triton` names calls of its launchers at shapes of real models (`compile_cases`).
 The launchers run on tensors without memory, with their own choice of blocks and warps, and what they
 would launch is compiled for each of ARCHITECTURES. The assembler tells registers, shared memory and
-spills. A spill beyond what the file excuses (`MAY_SPILL`: kernel and architecture -> bytes and why) is an
-error, and so is shared memory beyond what a block may have.
+spills. A spill beyond what the file excuses (`MAY_SPILL`: kernel, case and architecture -> bytes and why) is
+an error, and so is shared memory beyond what a block may have.
 
-The CUDA C++ kernels, `csrc/cuda/*.cu`, are compiled by nvcc, where it is installed.
+The CUDA C++ kernels, `csrc/cuda/*.cu`, are compiled by nvcc, where it is installed. The table keeps a digest
+of what each file's rows were compiled from, so that a test tells where it is out of date.
 """
 
 import argparse
+import ast
+import hashlib
 import json
 import os
 import re
@@ -27,13 +30,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Compiled", "compile_cuda", "compile_triton", "cuda_sources", "nvcc"]
+__all__ = ["Compiled", "compile_cuda", "compile_triton", "cuda_sources", "digest", "nvcc"]
 
 ARCHITECTURES = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
 CUDA_ARCHITECTURES = tuple(ARCHITECTURES)  # those that setup.py builds for
 SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}
 """Bytes of shared memory that a block may have (CUDA C++ programming guide, compute capabilities)."""
-CUDA_FOLDER = Path(__file__).parents[2] / "csrc" / "cuda"
+ROOT = Path(__file__).parents[2]
+CUDA_FOLDER = ROOT / "csrc" / "cuda"
 POINTER_TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -62,7 +66,7 @@ class Compiled:
     spill_bytes: int
     """Stored and loaded by each thread because its registers are full."""
     excuse: tuple[int, str] | None = None
-    """How many bytes this kernel may spill at most, in any case, and why."""
+    """How many bytes this kernel may spill at most in this case, and why."""
 
     @property
     def fault(self) -> str | None:
@@ -92,7 +96,8 @@ class _Launch:
     """`num_warps` and the like."""
 
     def key(self) -> str:
-        return repr((self.kernel.__name__, self.signature, self.constants, self.attributes))
+        of_kernel = (self.signature, self.constants, self.attributes, self.options)
+        return repr((self.kernel.__name__, *of_kernel))
 
 
 def _describe(kernel: Any, args: tuple, options: dict[str, Any]) -> _Launch:
@@ -192,7 +197,7 @@ def _spilled(ptx: str, arch: str, fuse: bool) -> int:
 
 def _compile(
     file: str,
-    excuses: Mapping[tuple[str, str], tuple[int, str]],
+    excuses: Mapping[tuple[str, str, str], tuple[int, str]],
     case: str,
     launch: _Launch,
     arch: str,
@@ -219,7 +224,7 @@ def _compile(
         registers=_number(r"\bREG:(\d+)", report),
         shared_bytes=binary.metadata.shared,
         spill_bytes=spills,
-        excuse=excuses.get((name, arch)),
+        excuse=excuses.get((name, case, arch)),
     )
 
 
@@ -319,6 +324,53 @@ def compilers() -> dict[str, str]:
     return found
 
 
+def digest(file: str) -> str:
+    """Of what is compiled for a file of the table, with the neighbours that it imports or the headers that it
+    includes, and without comments, docstrings and line breaks.
+
+    Args:
+        file: say "csrc/cuda/rope.cu" or "accel/_triton/rope.py".
+    """
+    found: dict[Path, str] = {}
+    waiting = [ROOT / file]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found[path], others = (_python if path.suffix == ".py" else _cpp)(path)
+            waiting += others
+    text = "\n".join(found[path] for path in sorted(found))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _python(path: Path) -> tuple[str, list[Path]]:
+    """The code, and the files of `accel._triton` that it imports."""
+    tree, imported = ast.parse(path.read_text()), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("accel._triton."):
+            imported.append(ROOT / f"{str(node.module).replace('.', '/')}.py")
+        if isinstance(body := getattr(node, "body", None), list):
+            node.body = [line for line in body if not _is_text(line)]  # type: ignore[attr-defined]
+    return ast.unparse(tree), imported
+
+
+def _is_text(line: ast.stmt) -> bool:
+    return (
+        isinstance(line, ast.Expr)
+        and isinstance(line.value, ast.Constant)
+        and isinstance(line.value.value, str)
+    )
+
+
+def _cpp(path: Path) -> tuple[str, list[Path]]:
+    """The code, and the headers of this tree that it includes."""
+    code = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+    folders = (path.parent, CUDA_FOLDER, CUDA_FOLDER.parent / "include")
+    included = []
+    for name in re.findall(r'^#include "(.+)"', code, re.MULTILINE):
+        included += [folder / name for folder in folders if (folder / name).exists()][:1]
+    return " ".join(code.split()), included
+
+
 def write(output: Path, rows: list[Compiled], versions: dict[str, str]) -> None:
     """Write the table: these rows, and those that it has of other files which are still there.
 
@@ -328,14 +380,12 @@ def write(output: Path, rows: list[Compiled], versions: dict[str, str]) -> None:
     Raises:
         ValueError: rows that would stay are of another version of their compiler.
     """
-    kept: dict[str, Any] = {"compilers": {}, "rows": []}
+    kept: dict[str, Any] = {"compilers": {}, "sources": {}, "rows": []}
     if output.exists():
         kept |= json.loads(output.read_text())
     made = {row.file for row in rows}
     others = [
-        row
-        for row in kept["rows"]
-        if row["file"] not in made and (CUDA_FOLDER.parents[1] / row["file"]).exists()
+        row for row in kept["rows"] if row["file"] not in made and (ROOT / row["file"]).exists()
     ]
     used = {_compiler(file): versions[_compiler(file)] for file in made}
     for name in {_compiler(row["file"]) for row in others} & used.keys():
@@ -346,7 +396,11 @@ def write(output: Path, rows: list[Compiled], versions: dict[str, str]) -> None:
             )
     every = sorted([*map(asdict, rows), *others], key=lambda row: row["file"])
     lines = ",\n".join(map(json.dumps, every))
-    head = json.dumps({"compilers": {**kept["compilers"], **used}})[:-1]
+    sources = {file: digest(file) for file in made if (ROOT / file).exists()}
+    sources |= {row["file"]: kept["sources"].get(row["file"], "") for row in others}
+    head = json.dumps(
+        {"compilers": {**kept["compilers"], **used}, "sources": dict(sorted(sources.items()))}
+    )[:-1]
     output.write_text(f'{head}, "rows": [\n{lines}\n]}}\n')
 
 

@@ -44,13 +44,24 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+def work_of(sides: dict[str, dict]) -> set[int]:
+    """The bytes, or operations, that the timed sides of a row were timed for: one number, or they are of
+    different works."""
+    return {round(s["us"] * 1e-6 * s["rate"]) for s in sides.values() if "rate" in s}
+
+
 def with_side(rows: list[dict], more: list[dict], side: str, name: str) -> list[dict]:
-    """Rows of part ops, with one more side: what another part found for `side`, as `name`."""
+    """Rows of part ops, with one more side: what another part found for `side`, as `name`. One of another
+    number of bytes or operations is absent."""
     found = {(row["op"], row["mode"], row["shape"]): row["sides"] for row in more}
     merged = []
     for row in rows:
         sides = found.get((row["op"], row["mode"], row["shape"]), {})
         added = {name: sides[side]} if side in sides else {}
+        theirs, ours = work_of(added), work_of(row["sides"])
+        if theirs and ours and theirs != ours:
+            told = f"timed for {theirs} bytes or operations, the row for {ours}"
+            added = {name: {"absent": told}}
         merged.append({**row, "sides": {**row["sides"], **added}})
     return merged
 

@@ -79,3 +79,36 @@ class TestGroupedGemm(OnNpu, test_grouped_gemm.TestGroupedGemm):
         inputs = self.inputs(torch.float32).to_fp64()
         got, want = (op(*inputs.tensors, **inputs.options) for op in (self.op, self.ref))
         assert torch.equal(got, want)
+
+    @pytest.mark.parametrize(
+        ("counts", "ends"),
+        [
+            ([3, 0, 6], [3, 3, 4]),
+            ([3, 2**40, 2**62], [3, 4, 4]),
+            ([-1, 3, -5], [0, 3, 3]),
+            ([2**62] * 3, [4, 4, 4]),
+            ([1, 0, 1], [1, 1, 2]),
+            ([0, 0, 0], [0, 0, 0]),
+        ],
+    )
+    def test_counts_that_lie_stay_within_the_rows(self, counts, ends, monkeypatch):
+        """On a device nobody looks at them. Rows that are no expert's are undefined, and in no gradient."""
+        monkeypatch.setattr(npu_grouped_gemm, "_known", lambda counts: False)
+        counts, groups = torch.tensor(counts), list(zip([0, *ends[:-1]], ends, strict=True))
+        x, dy = (torch.randn(4, n, generator=torch.Generator().manual_seed(n)) for n in (16, 8))
+        x[ends[-1] :], dy[ends[-1] :] = torch.nan, torch.nan
+        x, dy, weight = x.bfloat16(), dy.bfloat16(), torch.randn(3, 16, 8).bfloat16()
+        conformance.called.clear()
+        y = torch.ops.accel.grouped_gemm(x, [weight], counts, False)
+        dw = torch.ops.accel.grouped_gemm_wgrad(dy, x, counts, False)
+        main_grads = torch.ones(3, 16, 8)
+        torch.ops.accel.grouped_gemm_add_wgrad_(dy, x, counts, [main_grads], False)
+        by_rows, by_k = "npu_grouped_matmul", "npu_grouped_matmul_add_"
+        assert conformance.called == [by_rows, by_rows, by_k]
+        for e, (a, b) in enumerate(groups):
+            torch.testing.assert_close(y[a:b], x[a:b] @ weight[e])
+            torch.testing.assert_close(dw[e], x[a:b].T @ dy[a:b])
+            torch.testing.assert_close(main_grads[e], 1 + x[a:b].float().T @ dy[a:b].float())
+        # the same counts with fewer rows
+        fewer = torch.ops.accel.grouped_gemm(x[:1], [weight], counts, False)
+        assert fewer.shape == (1, 8)

@@ -1,5 +1,6 @@
 """The choice of attention's back end, and how each is called: by fakes, aten's schemas and its CPU kernel."""
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -551,6 +552,65 @@ def test_a_trial_is_a_small_call_of_the_same_kind():
 def test_a_trial_of_a_pack_has_keys_for_all_of_its_tokens():
     padded = PACK._replace(num_queries=8192, num_keys=8128, right=-1)
     assert backends.trial_of(padded).num_keys == 320
+
+
+@pytest.fixture
+def current(monkeypatch):
+    """The stack of CUDA devices that are made current, the first of which is 0."""
+    stack = [0]
+
+    @contextlib.contextmanager
+    def device(wanted):
+        stack.append(wanted.index)
+        yield
+        stack.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: stack[-1])
+    return stack
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "stack"),
+    [
+        ("flash2", "cuda:1", [0, 1]),
+        ("flash3", "cuda:1", [0, 1]),
+        ("flash4", "cuda:1", [0, 1]),
+        ("flash4", "cuda:0", [0]),
+        ("flash4", "cpu", [0]),
+        ("cudnn", "cuda:1", [0]),
+        ("triton", "cuda:1", [0]),
+    ],
+)
+def test_packages_run_with_the_device_of_their_tensors_current(name, device, stack, current):
+    """The others see to that themselves."""
+    with BACKENDS[name].on(torch.device(device)):
+        assert current == stack
+    assert current == [0]
+
+
+def test_a_trial_and_calls_are_made_on_their_device(fakes, installed, current, monkeypatch):
+    installed("flash4")
+    on = backends.Backend.on
+    monkeypatch.setattr(
+        backends.Backend, "on", lambda self, device: on(self, torch.device("cuda:1"))
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    module, where = sys.modules[MODULES["flash4"]], []
+    for name, function in FAKES["flash4"].items():
+
+        def recorded(*args, name=name, function=function, **options):
+            where.append((name, current[-1]))
+            return function(*args, **options)
+
+        functools.update_wrapper(recorded, function)
+        monkeypatch.setattr(module, name, recorded)
+    q, k, v = (t.bfloat16() for t in qkv(33, 33, 2, 4, 2, 16))
+    arguments = (None, None, None, 0.25, -1, 0, 0.0)
+    out, lse = backends.forward(q, k, v, *arguments)
+    backends.backward(out, q, k, v, out, lse, *arguments)
+    assert where == [("_flash_attn_fwd", 1), ("_flash_attn_bwd", 1)] * 2
+    assert current == [0]
 
 
 def test_what_comes_first_in_a_graph_is_no_package_and_is_not_kept(fakes, installed, monkeypatch):

@@ -1,8 +1,10 @@
 """What `ACCEL_CUDA_KERNELS` asks for op by op, and other libraries' kernels: found, tried, told."""
 
+import json
 import logging
 import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -24,6 +26,25 @@ from accel.ops import (
     rms_norm_ref,
 )
 from accel.ops._kernel_choice import VARIABLE, Choice, chosen
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "results.json"
+
+
+def test_the_reason_for_cuda_is_what_was_measured():
+    """Where both were: at most 6 % more of the GPU's time, and less of the host's."""
+    written = [
+        line.split() for line in _kernel_choice.__doc__.partition("Triton  C++")[2].splitlines()
+    ]
+    measured = []
+    for row in json.loads(RESULTS.read_text())["ops"]:
+        cuda, triton = (row["sides"].get(side, {}) for side in ("accel", "accel in Triton"))
+        if "us" not in triton:
+            continue
+        assert cuda["us"] <= 1.06 * triton["us"]
+        assert cuda["host_us"] < triton["host_us"]
+        times = f"{cuda['us']:.1f} {triton['us']:.1f} {cuda['host_us']:.0f} {triton['host_us']:.0f}"
+        measured.append(f"{row['op']} {row['mode']} {row['shape']} {times}".split())
+    assert written[1:] == measured
 
 
 @pytest.mark.parametrize(

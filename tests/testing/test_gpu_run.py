@@ -36,6 +36,7 @@ from benchmarks.gpu.report import (
     training_table,
     verdict,
     with_side,
+    work_of,
 )
 from benchmarks.gpu.setting import PEAKS, Setting, short_name
 from benchmarks.gpu.sides import ScriptError, run_script
@@ -45,6 +46,9 @@ from benchmarks.gpu.training import LLAMA, fitting, long_step
 from benchmarks.gpu.triton_ops import has_both
 from benchmarks.gpu.work import COMPILED, EAGER, LATE, OURS, Work, as_row, can_compile, check, run
 
+MEASURED = [
+    file.parent for file in (gpu.CHECKOUT / "benchmarks" / "results").glob("*/results.json")
+]
 LIMITS = {"copy_bytes_per_s": 1e12, "gemm_flops_per_s": 1e12}
 
 
@@ -342,11 +346,7 @@ def test_the_target_is_the_fastest_peers_whichever_part_has_timed_it():
     assert (attention.target_over_best, product.target_over_best) == (0.98, 1.0)
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [file.parent for file in (gpu.CHECKOUT / "benchmarks" / "results").glob("*/results.json")],
-    ids=lambda folder: folder.name,
-)
+@pytest.mark.parametrize("folder", MEASURED, ids=lambda folder: folder.name)
 def test_results_md_is_the_page_of_results_json(folder, tmp_path, capsys):
     (tmp_path / "results.json").write_text((folder / "results.json").read_text())
     assert report.main(["--rewrite", str(tmp_path)]) == 0
@@ -473,6 +473,29 @@ def test_tritons_kernels_are_a_peer_where_there_are_others():
     (merged,) = with_side([row], by_triton, OURS, "accel in Triton")
     assert merged == {**row, "sides": {"accel": ours, "accel in Triton": other}}
     assert with_side([row], [], OURS, "accel in Triton") == [row]
+
+
+def test_a_side_of_another_work_is_no_peer():
+    """As of a backward that has a gradient more since."""
+    row = {"op": "add_rms_norm", "mode": "backward", "shape": "2 x 8"}
+    ours = {"us": 4.0, "rate": 2e6}
+    theirs = [{**row, "sides": {OURS: {"us": 3.0, "rate": 2e6}}}]
+    (merged,) = with_side([{**row, "sides": {OURS: ours}}], theirs, OURS, OURS_IN_TRITON)
+    told = "timed for {6} bytes or operations, the row for {8}"
+    assert merged["sides"] == {OURS: ours, OURS_IN_TRITON: {"absent": told}}
+    theirs[0]["sides"][OURS] = {"us": 5.0, "rate": 1.6e6}
+    (merged,) = with_side([{**row, "sides": {OURS: ours}}], theirs, OURS, OURS_IN_TRITON)
+    assert merged["sides"][OURS_IN_TRITON]["us"] == 5.0
+
+
+@pytest.mark.parametrize("folder", MEASURED, ids=lambda folder: folder.name)
+def test_sides_of_a_row_are_of_one_work_and_none_is_far_beyond_the_ceiling(folder):
+    """By a tenth at most: what is only read goes faster than a copy."""
+    for row in json.loads((folder / "results.json").read_text())["ops"]:
+        assert len(work_of(row["sides"])) <= 1
+        for side in row["sides"].values():
+            if row["bound"] == "bytes" and "us" in side and not side["note"]:
+                assert side["us"] >= 0.9 * row["limit_us"]
 
 
 def test_what_torch_compile_makes_of_eager_is_timed_where_it_is_asked_for(monkeypatch):

@@ -28,6 +28,7 @@ from accel.testing.compile_table import (
 )
 
 ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "benchmarks" / "results" / "compile.json"
 
 needs_nvcc = pytest.mark.skipif(nvcc() is None, reason="nvcc is not installed")
 
@@ -86,7 +87,7 @@ def test_faults():
 
 
 def test_the_table_has_no_fault_and_no_excuse_for_more_than_it_has():
-    rows = json.loads((ROOT / "benchmarks" / "results" / "compile.json").read_text())["rows"]
+    rows = json.loads(TABLE.read_text())["rows"]
     modules = {
         f"accel/_triton/{name}.py": importlib.import_module(f"accel._triton.{name}")
         for name in MODULES
@@ -98,7 +99,7 @@ def test_the_table_has_no_fault_and_no_excuse_for_more_than_it_has():
     }
     worst = Counter()
     for fields in rows:
-        key = (fields["file"], fields["kernel"], fields["arch"])
+        key = (fields["file"], fields["kernel"], fields["case"], fields["arch"])
         compiled = Compiled(**{**fields, "excuse": excuses.get(key)})
         assert compiled.fault is None
         allowed = excuses[key][0] if key in excuses else 0
@@ -106,6 +107,63 @@ def test_the_table_has_no_fault_and_no_excuse_for_more_than_it_has():
         assert fields["excuse"] == (list(excuses[key]) if key in excuses else None)
         worst[key] = max(worst[key], compiled.spill_bytes)
     assert {key: most for key, (most, _) in excuses.items()} == +worst
+
+
+def test_the_table_is_of_the_sources_of_this_tree():
+    sources = json.loads(TABLE.read_text())["sources"]
+    files = [f"accel/_triton/{name}.py" for name in MODULES]
+    files += [f"csrc/cuda/{source.name}" for source in cuda_sources()]
+    assert sorted(sources) == sorted(files)
+    stale = [file for file in files if sources[file] != compile_table.digest(file)]
+    names = " ".join(dict.fromkeys(Path(file).stem for file in stale))
+    command = (
+        f"python -m accel.testing.compile_table --only {names} --output {TABLE.relative_to(ROOT)}"
+    )
+    assert not stale, f"run `make compile-table`, or for these alone `{command}`"
+
+
+def test_cases_that_differ_in_warps_alone_are_two():
+    """As those of attention's backward of rows of 64 for sm_80."""
+    from types import SimpleNamespace
+
+    kernel = SimpleNamespace(__name__="kernel")
+    four, eight = (compile_table._Launch(kernel, {}, {}, {}, {"num_warps": n}) for n in (4, 8))
+    assert four.key() != eight.key()
+
+
+def test_a_digest_is_of_code_and_of_what_it_includes(tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_table, "ROOT", tmp_path)
+    monkeypatch.setattr(compile_table, "CUDA_FOLDER", tmp_path / "csrc" / "cuda")
+    cpp, header, python, neighbour = (
+        "csrc/cuda/a.cu",
+        "csrc/include/a.h",
+        "accel/_triton/a.py",
+        "accel/_triton/b.py",
+    )
+    texts = {
+        cpp: '#include "a.h"\n#include <cstdint>\nint a;  // first\n',
+        header: "int b;",
+        python: '"""Doc."""\nfrom accel._triton.b import x\n',
+        neighbour: "x = 1  # one\n",
+    }
+    for file, text in texts.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+
+    def changed_by(file: str, text: str) -> list[str]:
+        before = {f: compile_table.digest(f) for f in (cpp, python)}
+        (tmp_path / file).write_text(text)
+        changed = [f for f, old in before.items() if compile_table.digest(f) != old]
+        (tmp_path / file).write_text(texts[file])
+        return changed
+
+    assert changed_by(cpp, texts[cpp].replace("first", "the first")) == []
+    assert changed_by(cpp, texts[cpp].replace("int a", "int c")) == [cpp]
+    assert changed_by(header, "int /* of 32 bits */\n b;") == []
+    assert changed_by(header, "long b;") == [cpp]
+    assert changed_by(python, texts[python].replace("Doc", "Page")) == []
+    assert changed_by(neighbour, 'x = (\n    1\n)\n"""One."""\n') == []
+    assert changed_by(neighbour, "x = 2\n") == [python]
 
 
 def test_nothing_is_compiled_by_an_interpreter(monkeypatch):
@@ -160,6 +218,9 @@ def test_rows_of_files_that_were_not_compiled_now_stay(tmp_path):
         ("csrc/cuda/rope.cu", 8),
     ]
     assert table["compilers"] == {"triton": "2", "nvcc": "1"}
+    assert table["sources"] == {
+        row["file"]: compile_table.digest(row["file"]) for row in table["rows"]
+    }
 
 
 def test_a_table_is_of_one_version_of_a_compiler(tmp_path):

@@ -5,9 +5,12 @@ On a GPU the contract is also put to torch's own grouped product, where ours cal
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from accel._triton import grouped_gemm as kernels
+from accel._triton.grouped_gemm import _counts
 from accel.ops import grouped_gemm, grouped_gemm_ref
 from accel.ops.grouped_gemm import accumulate_wgrad
 from tests.ops import test_grouped_gemm as on_cpu
@@ -231,6 +234,28 @@ def test_counts_that_lie_stay_within_the_rows(counts):
     assert torch.equal(y, torch.full((4, 8), 7.0 * 16, device=DEVICE))
     dw = torch.ops.accel.grouped_gemm_wgrad(y, x, counts, False)
     assert torch.equal(dw[1], torch.full((16, 8), 7.0 * 7 * 16, device=DEVICE))
+
+
+@triton.jit
+def _store_counts(out, counts_E, num_rows, num_experts, BLOCK_E: tl.constexpr):
+    counts = _counts(counts_E, num_rows, num_experts, BLOCK_E)
+    tl.store(out + tl.arange(0, BLOCK_E), counts)
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_rows", "clamped"),
+    [
+        ([2**30] * 4, 2**30 + 5, [2**30, 5, 0, 0]),
+        ([2**40] * 4, 2**31 - 1, [2**31 - 1, 0, 0, 0]),
+        ([-1, 2**31 - 3, -(2**40), 2**31 - 1], 2**31 - 1, [0, 2**31 - 3, 0, 2]),
+        ([2**63 - 1] * 4, 7, [7, 0, 0, 0]),
+    ],
+)
+def test_sums_of_counts_that_lie_do_not_wrap(counts, num_rows, clamped):
+    """Where experts times rows are 2^31 and more."""
+    out = torch.full((32,), -1, dtype=torch.int32, device=DEVICE)
+    _store_counts[(1,)](out, torch.tensor(counts, device=DEVICE), num_rows, 4, BLOCK_E=32)
+    assert out.tolist() == [*clamped, *[0] * 28]
 
 
 @pytest.mark.usefixtures("triton_kernels")

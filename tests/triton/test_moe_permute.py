@@ -73,10 +73,14 @@ class TestMoePermute(OnTriton, test_moe_permute.TestMoePermute):
         _, w = self.op(x, probs.double(), indices)
         assert torch.equal(w, torch.where(indices < 0, 0.0, probs.double()[indices, 0]))
 
-    def test_an_expert_beyond_the_probabilities_weighs_nothing(self):
-        y, w = self.op(torch.ones(3, 8), torch.ones(3, 2), torch.tensor([7, 4]))
-        assert torch.equal(y, torch.ones(2, 8))
-        assert w.tolist() == [0, 1]
+    @pytest.mark.parametrize("read_once", [False, True])
+    def test_an_expert_beyond_the_probabilities_weighs_nothing(self, read_once, monkeypatch):
+        """Nor one beyond 32 bits, whose lower ones are those of -1."""
+        small_blocks(monkeypatch, read_once=read_once)
+        places = torch.tensor([7, 4, (2**32 - 1) * 3 + 1])
+        y, w = self.op(torch.ones(3, 8), torch.ones(3, 2), places)
+        assert torch.equal(y, torch.ones(3, 8))
+        assert w.tolist() == [0, 1, 0]
 
 
 class TestMoeUnpermute(OnTriton, test_moe_permute.TestMoeUnpermute):

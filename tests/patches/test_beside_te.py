@@ -1,0 +1,72 @@
+"""Every feature where Transformer Engine is installed: what it has itself is idle, all else as without it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import pytest
+
+from accel.feature import Choice, Context, choose
+from accel.patches import FEATURES
+from accel.start_up import table
+
+TES_OWN = {
+    "te_layers",
+    "local_spec",
+    "moe_fusion",
+    "rope_fusion",
+    "recompute_modules",
+    "activation_offloading",
+    "cpu_offloading",
+    "precision_aware_optimizer",
+    "packs_over_ranks",
+}
+ANYWHERE = {"norm", "fused_attention", "fused_cross_entropy", "fused_adamw", "grouped_gemm"}
+"""Some of those that are active on both devices."""
+
+
+@pytest.fixture(scope="module")
+def args() -> argparse.Namespace:
+    """Of an empty command line, which asks for Transformer Engine's layers."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    found = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])
+    assert found.transformer_impl == "transformer_engine"
+    return found
+
+
+def choices(
+    installed: bool, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Choice]:
+    with monkeypatch.context() as patch:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("accel.") and hasattr(module, "te_installed"):
+                patch.setattr(module, "te_installed", lambda: installed)
+        return {c.feature.name: c for c in choose(FEATURES, "max", {}, context)}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_transformer_engine_has_is_idle_and_all_else_as_without(
+    device: str, args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = Context(device, "0.19.2", args)
+    without = choices(False, context, monkeypatch)
+    beside = choices(True, context, monkeypatch)
+    idle = {n for n, c in beside.items() if "transformer_engine is installed" in c.reason}
+    assert idle == {n for n in TES_OWN if device in beside[n].feature.devices}
+    assert {beside[name].state for name in idle} == {"idle"}
+    assert without["te_layers"].state == without["local_spec"].state == "active"
+    for name in beside.keys() - idle:
+        assert beside[name] == without[name], name
+    assert {beside[name].state for name in ANYWHERE} == {"active"}
+    status = {
+        **{"device": device, "device_reason": "asked for", "megatron": "0.19.2"},
+        **{"preset": "max", "patches": []},
+        "features": {
+            n: {"asked": c.asked, "state": c.state, "reason": c.reason} for n, c in beside.items()
+        },
+    }
+    rows = table(status).splitlines()[1:]
+    told = {row.split()[1] for row in rows if row.endswith(": transformer_engine is installed")}
+    assert told == idle
