@@ -73,7 +73,7 @@ FEATURE = Feature(
             replacement="accel.patches.adam_resume:step_count_kept",
             how="wrap",
             expects=("self", "model_param", "tensors"),
-            why="Upstream copies the step count of the unstarted optimizer over the one just loaded.",
+            why="Upstream copies with autograd on, and an unstarted step count over the loaded one.",
         ),
         Patch(
             target=f"{_TARGET}._get_main_param_and_optimizer_states",
@@ -203,7 +203,9 @@ def _counts_steps(optimizer: Any) -> bool:
 def step_count_kept(set_states: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(set_states)
     def set_(self: Any, model_param: Any, tensors: Any) -> None:
-        set_states(self, model_param, {**tensors, "step": None})  # upstream skips what is no tensor
+        kept = {**tensors, "step": None}  # upstream skips what is no tensor
+        with torch.no_grad():
+            set_states(self, model_param, kept)
 
     return set_
 

@@ -42,6 +42,9 @@ class _Stream:
     def __getattr__(self, name):
         return lambda *args, **kwargs: 0.0
 
+    def record_event(self, *args):
+        return self
+
     def __enter__(self):
         return self
 
@@ -98,6 +101,17 @@ def _new_gloo(ranks=None, timeout=None, backend=None, pg_options=None, **kwargs)
     return _new(ranks, timeout, backend="gloo", **kwargs)
 
 
+_exchange = dist.all_to_all_single
+
+
+def _exchange_by_lists(output, input, output_split_sizes=None, input_split_sizes=None, **kwargs):
+    """On CUDA the dispatcher has brought the sizes to the host by then, as an array."""
+    sizes = (output_split_sizes, input_split_sizes)
+    return _exchange(
+        output, input, *(None if s is None else [*map(int, s)] for s in sizes), **kwargs
+    )
+
+
 _make_loader = torch.utils.data.DataLoader.__init__
 
 
@@ -108,6 +122,7 @@ def _loader_with_a_stream_of_its_own(self, *args, generator=None, **kwargs):
 
 torch.utils.data.DataLoader.__init__ = _loader_with_a_stream_of_its_own
 dist.init_process_group, dist.new_group = _init_gloo, _new_gloo
+dist.all_to_all_single = _exchange_by_lists
 _ToHost().__enter__()
 
 from megatron.core.datasets import utils  # noqa: E402  (after the redirect)

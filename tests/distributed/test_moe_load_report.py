@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,9 +98,21 @@ def test_counts_each_row_once_and_changes_nothing(
 def test_tells_what_copies_of_hot_experts_did(
     price: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """To whoever asks, and as curves."""
+    from megatron.training import global_vars
+
     checkpoint, _ = reference("moe")
     told: list[Sequence[LayerLoad]] = []
-    monkeypatch.setattr(moe_load_report, "_tell", lambda _, layers, args: told.append(layers))
+    curves: dict[str, float] = {}
+    tell = moe_load_report._tell
+
+    def telling(iteration: int, layers: Sequence[LayerLoad], args: Any) -> None:
+        told.append(layers)
+        tell(iteration, layers, args)
+
+    board = SimpleNamespace(add_scalar=lambda name, value, _: curves.update({name: value}))
+    monkeypatch.setattr(moe_load_report, "_tell", telling)
+    monkeypatch.setattr(global_vars, "get_tensorboard_writer", lambda: board)
     plans: list[int] = []
     plan = overlap.plan_copies
 
@@ -133,6 +146,9 @@ def test_tells_what_copies_of_hot_experts_did(
         if layer.copies is not None:
             assert sum(layer.copies.ranks) == sum(layer.ranks)
             assert layer.copies.seconds_saved != 0
+            name = f"accel/moe/layer {layer.layer}"
+            assert curves[f"{name}/bytes moved"] == layer.copies.bytes_moved > 0
+            assert curves[f"{name}/seconds saved"] == layer.copies.seconds_saved
 
 
 def figures(log: str) -> list[list[str]]:

@@ -30,6 +30,12 @@ CASES = {
     "one_rank_bf16_dropout": (1, "--bf16 --attention-dropout 0.1 --hidden-dropout 0.1"),
     "tp2": (2, "--tensor-model-parallel-size 2"),
     "dp2": (2, "--use-distributed-optimizer"),
+    "ep2": (
+        2,
+        "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2"
+        " --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss"
+        " --moe-aux-loss-coeff 0.01",
+    ),
 }
 
 

@@ -69,6 +69,20 @@ def test_two_ranks_train_like_one(one_rank: OneRank, layout: str) -> None:
     assert found == pytest.approx(expected, rel=LATER_TOLERANCE)
 
 
+def test_overlapped_with_copies_of_hot_experts() -> None:
+    flags = LAYOUTS["ep2"].split()
+    ours = "--accel-moe-overlap --accel-hot-experts 3 --accel-hot-experts-price 0"
+    report = ["--accel-moe-load-report", str(ITERATIONS)]
+    expected = losses(pretrain(2, flags))
+    log = pretrain(2, [*flags, *ours.split(), *report])
+    found = losses(log)
+    assert found[:FIRST] == pytest.approx(expected[:FIRST], rel=1e-6)
+    assert found == pytest.approx(expected, rel=LATER_TOLERANCE)
+    assert_learns(found)
+    table = log.partition("accel: loads of experts")[2].splitlines()[2:5]
+    assert any(line.split()[3] != "-" for line in table), "nothing was copied"
+
+
 def test_the_command_line_wins() -> None:
     flags = "--train-iters 1 --num-experts 8 --no-moe-shared-expert-overlap"
     shown = dict(re.findall(r"^  (\w+) \.+ (.*)$", pretrain(1, flags.split()), re.MULTILINE))

@@ -47,16 +47,14 @@ def test_what_was_saved_before_the_first_step_resumes(options: dict, by_stock: b
     assert_same(resumed, whole)
 
 
-@pytest.mark.parametrize("precision_aware", [False, True], ids=["plain", "precision_aware"])
-def test_what_a_distributed_optimizer_saves_before_its_first_step_resumes(
-    precision_aware: bool,
-) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"bf16": True}, {"bf16": True, "use_precision_aware_optimizer": True}, {}],
+    ids=["plain", "precision_aware", "fp32"],
+)
+def test_what_a_distributed_optimizer_saves_before_its_first_step_resumes(options: dict) -> None:
     """``--fp16`` skips steps until its loss scale fits."""
-    options = {
-        "bf16": True,
-        "use_distributed_optimizer": True,
-        "use_precision_aware_optimizer": precision_aware,
-    }
+    options = {**options, "use_distributed_optimizer": True}
     with one_rank():
         _, optimizer = build(**options)
         (inner,) = optimizer.chained_optimizers

@@ -470,6 +470,30 @@ def test_every_nth_iteration_is_told(
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
 
 
+def test_curves_show_what_copies_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.training import global_vars
+
+    board = Writer()
+    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", board)
+    with logging(monkeypatch, every=1) as training_log:
+        layer = build()
+        for iteration, copied in enumerate((True, False), 1):
+            ON[0].recorder.clear()
+            layer(tokens(iteration))
+            if copied:
+                load.note_copies(1, [2 * TOKENS], [2 * TOKENS - 3], 4096, 0.25)
+            training_log({}, {}, 1e-3, iteration)
+    found = {
+        (name.removeprefix("accel/moe/layer 1/"), iteration): value
+        for (name, iteration), value in board.scalars.items()
+    }
+    assert found["bytes moved", 1] == 4096
+    assert found["seconds saved", 1] == 0.25
+    assert found["ranks max over mean with copies", 1] == 1
+    assert ("bytes moved", 2) not in found
+    assert ("seconds saved", 2) not in found
+
+
 def test_without_a_folder_there_is_no_picture(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
