@@ -110,6 +110,8 @@ class Feature:
     """Why it cannot run here: shown as *skipped*, an error under ``--accel-strict``."""
     idle: Callable[[Context], str | None] = _never
     """Why there is nothing for it to do here; not a fault."""
+    aside: Callable[[Context], str | None] = _never
+    """What it has no part in, though it is on for all else: told beside *active*."""
     check: Callable[[Context], None] | None = None
     """Raises ValueError for what Megatron's arguments ask for and nothing can serve, before Megatron's own
     validation and, where that did not see them, when they are final."""
@@ -267,7 +269,7 @@ def _decide(
         context = replace(context, args=None)
     if reason := feature.idle(context):
         return Choice(feature, how, "idle", reason)
-    return Choice(feature, how, "active")
+    return Choice(feature, how, "active", feature.aside(context) or "")
 
 
 def _with_requirements(choice: Choice, earlier: Sequence[Choice]) -> Choice:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import importlib.util
 import runpy
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "SUPPORTED_MEGATRON",
     "SUPPORTED_RANGE",
+    "fused_adam_installed",
     "megatron_folder",
     "megatron_version",
+    "te_has_its_own",
     "te_installed",
     "te_serves",
 ]
@@ -60,3 +63,17 @@ def te_installed() -> bool:
 def te_serves(context: object) -> str | None:
     """For ``Feature.idle``: why there is nothing to do for a feature that fills in for it."""
     return "transformer_engine is installed" if te_installed() else None
+
+
+def te_has_its_own(context: Any) -> str | None:
+    """For ``Feature.aside``: that the layers which Megatron's arguments ask for do without a feature."""
+    impl = getattr(context.args, "transformer_impl", None)
+    theirs = te_installed() and impl in ("transformer_engine", "inference_optimized")
+    return "not in Transformer Engine's layers, which have their own" if theirs else None
+
+
+def fused_adam_installed(context: object) -> str | None:
+    """For ``Feature.aside``: that Megatron's Adam is another library's."""
+    apex = importlib.util.find_spec("apex") is not None
+    library = "Transformer Engine" if te_installed() else "Apex" if apex else None
+    return f"not in the steps of {library}'s FusedAdam" if library else None

@@ -37,7 +37,7 @@ from accel.ops import scale as scale_all
 from accel.ops._dispatch import log_fallback
 from accel.patches._kernels import kernels
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, fused_adam_installed
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
@@ -50,6 +50,7 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
+    aside=fused_adam_installed,
     benchmarks=("adamw",),
     unavailable=kernels("adamw_", "l2_norm", "scale_"),
     patches=(

@@ -49,7 +49,7 @@ from accel.ops.attention import unsupported_reason
 from accel.patches._attention import dropout_of, never_served, scale_of
 from accel.patches._kernels import kernels
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, te_installed
+from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, te_has_its_own, te_installed
 
 logger = logging.getLogger(__name__)
 
@@ -297,6 +297,7 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
+    aside=te_has_its_own,
     benchmarks=("attention",),
     unavailable=kernels("attention_fwd"),
     idle=_unfused,

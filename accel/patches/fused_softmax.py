@@ -21,7 +21,7 @@ from accel.feature import Feature
 from accel.ops import masked_softmax
 from accel.patches._kernels import kernels
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, te_has_its_own
 
 
 def forward_one_pass(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -56,6 +56,7 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
+    aside=te_has_its_own,
     benchmarks=("masked_softmax",),
     unavailable=kernels("masked_softmax_fwd"),
     patches=(

@@ -33,7 +33,7 @@ from accel.ops._autocast import autocasts
 from accel.ops._dispatch import log_fallback
 from accel.parallel.linear import Layout
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_RANGE, te_has_its_own
 
 
 class GroupedLinear(torch.nn.Module):
@@ -147,6 +147,7 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
+    aside=te_has_its_own,
     benchmarks=("grouped_gemm", "grouped_experts"),
     patches=(
         Patch(

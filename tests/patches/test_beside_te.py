@@ -1,8 +1,10 @@
-"""Every feature where Transformer Engine is installed: what it has itself is idle, all else as without it."""
+"""Every feature where Transformer Engine is installed: what it has itself is idle, what its layers and its
+optimizer do without says so, all else is as without it."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 
 import pytest
@@ -22,7 +24,9 @@ TES_OWN = {
     "precision_aware_optimizer",
     "packs_over_ranks",
 }
-ANYWHERE = {"norm", "fused_attention", "fused_cross_entropy", "fused_adamw", "grouped_gemm"}
+ASIDE = {"norm", "fused_norm", "fused_attention", "fused_softmax", "grouped_gemm", "fused_adamw"}
+"""Active, for layers and optimizers that are not Transformer Engine's."""
+ANYWHERE = {"fused_cross_entropy", "fused_rope", "linear_cross_entropy"}
 """Some of those that are active on both devices."""
 
 
@@ -57,8 +61,12 @@ def test_what_transformer_engine_has_is_idle_and_all_else_as_without(
     assert idle == {n for n in TES_OWN if device in beside[n].feature.devices}
     assert {beside[name].state for name in idle} == {"idle"}
     assert without["te_layers"].state == without["local_spec"].state == "active"
-    for name in beside.keys() - idle:
+    for name in beside.keys() - idle - ASIDE:
         assert beside[name] == without[name], name
+    for name in ASIDE:
+        assert (without[name].state, without[name].reason) == ("active", ""), name
+        assert beside[name].state == "active"
+        assert re.match("not in (Transformer Engine's layers|the steps of)", beside[name].reason)
     assert {beside[name].state for name in ANYWHERE} == {"active"}
     status = {
         **{"device": device, "device_reason": "asked for", "megatron": "0.19.2"},
@@ -70,3 +78,11 @@ def test_what_transformer_engine_has_is_idle_and_all_else_as_without(
     rows = table(status).splitlines()[1:]
     told = {row.split()[1] for row in rows if row.endswith(": transformer_engine is installed")}
     assert told == idle
+
+
+def test_layers_of_the_local_spec_are_not_transformer_engines(
+    args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = argparse.Namespace(**{**vars(args), "transformer_impl": "local"})
+    beside = choices(True, Context("cuda", "0.19.2", local), monkeypatch)
+    assert {name for name in ASIDE if beside[name].reason} == {"fused_adamw"}
