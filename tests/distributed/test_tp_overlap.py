@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from accel.parallel import overlapped_linear
+from accel.testing.distributed import MEASURED
 
 from .against_stock import FreshStore, check_training
 
@@ -89,8 +90,10 @@ def rows_keep_their_bits() -> bool:
 
 def check(case: str, cases: dict, fresh_store: FreshStore, products: list[str]) -> None:
     kind, flags, ours = cases[case]
-    # 2 per cent: bf16 rounds to 0.4, and a gradient norm of four steps is a few of these away
-    tolerance = 0.0 if rows_keep_their_bits() else 0.02
+    tolerance = 0.0
+    if not rows_keep_their_bits():
+        tolerance = 0.02  # bf16 rounds to 0.4 per cent; a gradient norm of four steps is a few of these away
+        print(f"{MEASURED}within 2 %: on this CPU products of some rows differ from these of all")
     check_training(kind, flags, ours, [], fresh_store, tolerance)
     if "--sequence-parallel" in flags:
         assert "gather_matmul" in products
