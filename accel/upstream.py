@@ -74,6 +74,9 @@ def te_has_its_own(context: Any) -> str | None:
 
 def fused_adam_installed(context: object) -> str | None:
     """For ``Feature.aside``: that Megatron's Adam is another library's."""
-    apex = importlib.util.find_spec("apex") is not None
-    library = "Transformer Engine" if te_installed() else "Apex" if apex else None
+    library = "Transformer Engine" if te_installed() else "Apex" if _apex_installed() else None
     return f"not in the steps of {library}'s FusedAdam" if library else None
+
+
+def _apex_installed() -> bool:
+    return importlib.util.find_spec("apex") is not None

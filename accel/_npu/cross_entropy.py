@@ -42,7 +42,7 @@ def stats(
     for block in _blocks(len(rows), num_tokens):
         x = rows[block].float()
         maximum = x.amax(-1)
-        x = x - maximum[:, None]
+        x = x - maximum.masked_fill(maximum == -torch.inf, 0.0)[:, None]
         outside = (targets[block] < 0) | (targets[block] >= num_tokens)
         at_target = x.gather(-1, targets[block].masked_fill(outside, 0)[:, None])[:, 0]
         values = [maximum, x.exp().sum(-1), at_target.masked_fill(outside, 0.0)]

@@ -7,6 +7,5 @@ __all__ = ["overwritable"]
 
 def overwritable(x: Tensor) -> str | None:
     """Why a backward may not write over what this tensor holds; None if it may."""
-    base = x if x._base is None else x._base
-    mine = base.is_leaf and base.requires_grad
-    return "a leaf that requires grad (or a view of one)" if mine else None
+    leaf = any(t is not None and t.is_leaf and t.requires_grad for t in (x, x._base))
+    return "a leaf that requires grad (or a view of one)" if leaf else None

@@ -151,17 +151,27 @@ torch.library.register_autograd("accel::cross_entropy_bwd", _no_second_derivativ
 def combine(stats: Tensor, target: Tensor, vocab_start: int, num_tokens: int, group: Any) -> Tensor:
     """The stats of the whole vocabulary from those of each rank's shard of `num_tokens`."""
     local_max = stats[0]
-    stats = stats.clone()
+    stats = forget_lost_differences(stats.clone())
     _all_reduce_max(stats[0], group)
     shift = local_max - stats[0]
     stats[1] *= shift.exp()
     is_here = (target >= vocab_start) & (target < vocab_start + num_tokens)
-    # differences to a maximum of -inf are NaN; to that of all ranks they are the shift, -inf
-    stats[2:].masked_fill_(local_max == -torch.inf, 0.0)
     stats[2] += shift.masked_fill(~is_here, 0.0)
     if stats.shape[0] == 4:
         stats[3] += num_tokens * shift
     dist.all_reduce(stats[1:], group=group)
+    return stats
+
+
+def forget_lost_differences(stats: Tensor, dim: int = 0) -> Tensor:
+    """In place, 0 for each difference to a maximum of -inf: NaN, where that to the maximum of several shards
+    is what its own is further down, -inf.
+
+    Args:
+        dim: along which the 3 or 4 stats lie.
+    """
+    lost = stats.select(dim, 0) == -torch.inf
+    stats.narrow(dim, 2, stats.shape[dim] - 2).masked_fill_(lost.unsqueeze(dim), 0.0)
     return stats
 
 

@@ -38,6 +38,7 @@ from accel.ops.cross_entropy import (
     check_target_tensor,
     combine,
     cross_entropy_ref,
+    forget_lost_differences,
     kept,
     loss_of,
     shard,
@@ -258,6 +259,7 @@ def _merge(stats_CKT: Tensor, sizes_C1: Tensor, chunk_T: Tensor, is_here_T: Tens
     stats = stats_CKT[0].clone()
     stats[0] = stats_CKT[:, 0].amax(0)
     shift_CT = stats_CKT[:, 0] - stats[0]
+    forget_lost_differences(stats_CKT, dim=1)
     stats[1] = (stats_CKT[:, 1] * shift_CT.exp()).sum(0)
     target_logit_CT = stats_CKT[:, 2] + shift_CT
     stats[2] = target_logit_CT.gather(0, chunk_T.unsqueeze(0))[0].masked_fill(~is_here_T, 0.0)

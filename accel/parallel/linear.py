@@ -186,7 +186,9 @@ class _Linear(torch.autograd.Function):
         if needs_x and layout.mode == "column":
             now = needs_weight and layout.delayed is None
             beside = partial(_trial, ctx.weight, dy, weight, x, layout) if now else None
-            plan = _plan("reduce", dy, weight, layout, beside)
+            plan = _plan(
+                "reduce", dy, weight, layout, beside, partial(_held, ctx.weight, dy, x, layout)
+            )
         dy_TN = dy.reshape(-1, dy.shape[-1])
 
         def parameters(x: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -228,6 +230,14 @@ def _backward[Formed](
     if reducing is not None:
         reducing.wait()
     return dx, formed
+
+
+def _held(weight: Any, dy: Tensor, x: Tensor, layout: Layout) -> int:
+    """Bytes that `_trial` and a choice by bits take: the whole x and dx, a gradient of the weight, dy."""
+    assert layout.group is not None
+    gathered = x.nbytes * (layout.group.size() if layout.sequence_parallel else 1)
+    gradient = main_grad_of(weight) if layout.into_main_grad else weight
+    return 2 * gathered + gradient.nbytes + dy.nbytes
 
 
 def _trial(weight: Any, dy: Tensor, w: Tensor, x: Tensor, layout: Layout) -> overlap.Beside:
@@ -335,6 +345,7 @@ def _plan(
     w: Tensor,
     layout: Layout,
     beside: Callable[[], overlap.Beside] | None = None,
+    held: Callable[[], int] = int,
 ) -> Plan | None:
     """How the product of x `[..., K]` and w `[K, N]` overlaps with its collective, if there is one."""
     asked = overlap.current()
@@ -345,10 +356,10 @@ def _plan(
     if kind == "gather":
         return asked.plan("gather", x, w, layout.group) if layout.sequence_parallel else None
     if not layout.sequence_parallel:
-        return asked.plan("all_reduce", x, w, layout.group, beside)
+        return asked.plan("all_reduce", x, w, layout.group, beside, held)
     if x.shape[0] % layout.group.size():
         return None  # what reduces will say so
-    return asked.plan("reduce_scatter", x, w, layout.group, beside)
+    return asked.plan("reduce_scatter", x, w, layout.group, beside, held)
 
 
 def _matmul_reduce(x: Tensor, w: Tensor, layout: Layout, plan: Plan) -> Tensor:

@@ -34,6 +34,7 @@ from torch import Tensor
 from accel.ops._dispatch import warn_once
 from accel.parallel import symmetric_memory
 from accel.parallel.collectives import Transfer, gather_rows, reduce_scatter_rows
+from accel.parallel.free_memory import free_bytes
 from accel.parallel.overlapped_linear import (
     FORMS,
     SYMMETRIC,
@@ -94,6 +95,7 @@ class Overlap:
         w: Tensor,
         group: dist.ProcessGroup,
         beside: Callable[[], Beside] | None = None,
+        held: Callable[[], int] = int,
     ) -> Plan | None:
         """Of `kind`'s product of x and w (`overlapped_linear`); None: it does not overlap.
 
@@ -101,6 +103,7 @@ class Overlap:
 
         Args:
             beside: gives the backward pass that the product is a part of, if it is to be measured.
+            held: gives the bytes that this holds meanwhile. Where a rank has no room, nothing overlaps.
 
         Raises:
             ValueError: symmetric memory was asked for, and the group has none.
@@ -116,6 +119,11 @@ class Overlap:
         rows = x.shape[0].bit_length()
         alone = beside is None
         key = (kind, alone, group.group_name, rows, w.shape, w.is_contiguous(), x.dtype, x.device)
+        if key not in self.chosen and beside is not None and not _all_have(held(), x, group):
+            warn_once(
+                "tp_overlap", f"no room for {held()} bytes to time a backward pass: the plain way"
+            )
+            self.chosen[key] = None
         if key not in self.chosen:
             also = [Plan(group.size(), SYMMETRIC)] if symmetric else []
             form = None if self._symmetric else self._form
@@ -133,6 +141,12 @@ class Overlap:
                 f"{' or '.join(FORMS)}"
             )
         self._serves.add(group.group_name)
+
+
+def _all_have(held: int, x: Tensor, group: dist.ProcessGroup) -> bool:
+    least = x.new_tensor([free_bytes(x.device)], dtype=torch.int64)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return held <= least.item()
 
 
 @dataclass(frozen=True)

@@ -172,9 +172,9 @@ def _together(
     coming: deque[tuple[Tensor, Any]] = deque()
     for piece in pieces:
         into = x.new_empty((ranks, *x[piece].shape)) if kept is None or len(pieces) > 1 else kept
-        coming.append(
-            (into, dist.all_gather_into_tensor(into, x[piece], group=group, async_op=True))
-        )
+        rows = into.flatten(0, 1)  # gloo takes no other shape
+        work = dist.all_gather_into_tensor(rows, x[piece], group=group, async_op=True)
+        coming.append((into, work))
     yield x, me, slice(None)
     for piece in pieces:
         into, work = coming.popleft()

@@ -31,7 +31,6 @@ ALIASES = {
     "--cp-window-size": "--accel-context-parallel-window",
     "--use-cp-send-recv-overlap": "--accel-context-parallel",
     "--context-parallel-kv-cache-policy": "--accel-context-parallel-keep",
-    "--context-parallel-kv-cache-interval": "--accel-context-parallel-keep-interval",
     "--context-parallel-cache-interval": "--accel-context-parallel-keep-interval",
     "--attention-mask-type": "--accel-context-parallel-mask-type",
     "--moe-tp-extend-ep": "--accel-moe-tp-extend-ep",
@@ -62,7 +61,8 @@ _WHAT_SERVES = {
     "leave it out: --accel-host-optimizer chooses its pieces": "swap-optimizer-times",
     # optimizers
     "leave it out: --accel-fused-adamw is on in preset fast (there is no EMA)": "optimizer-selection",
-    "--use-precision-aware-optimizer, --exp-avg-dtype, --exp-avg-sq-dtype": "quant-states quant-grads",
+    "--use-precision-aware-optimizer with --exp-avg-dtype and --exp-avg-sq-dtype": "quant-states",
+    "--use-precision-aware-optimizer with --main-grads-dtype": "quant-grads",
     # attention and context parallelism
     "--cp-comm-type all_gather": "use-ulysses-allgather-kv",
     "--window-size": "pre-tockens next-tockens",
@@ -75,7 +75,7 @@ _WHAT_SERVES = {
     "--overlap-moe-expert-parallel-comm, with --delay-wgrad-compute": "moe-fb-overlap",
     "--accel-moe-overlap with --moe-token-dispatcher-type alltoall": "moe-allgather-overlap-comm"
     " moe-alltoall-mc2",
-    "--recompute-granularity selective --recompute-modules moe_act": "moe-zero-memory"
+    "--recompute-granularity selective --recompute-modules moe_act, or moe for more": "moe-zero-memory"
     " moe-zero-memory-num-layers",
     "leave it out: --accel-hot-experts plans what travels": "trans-hot-expert-group-num",
     "--moe-shared-expert-intermediate-size, the width of all shared experts": "n-shared-experts",
@@ -99,17 +99,21 @@ _WHAT_SERVES = {
     "--tokenizer-hf-no-use-fast": "tokenizer-not-use-fast",
     "leave it out: --accel-preset says how much is on": "optimization-level",
     f"{NOTHING}: python -m accel schedule compares schedules of a pipeline": "auto-settings"
-    " automated-pipeline automated-pipeline-perf",
-    f"{NOTHING}: --non-persistent-save-interval N saves often and cheaply": "ttp-enabled",
+    " auto-settings-type auto-settings-ranks auto-settings-work-dir auto-settings-log-level target-nnodes"
+    " prof-file automated-pipeline automated-pipeline-perf",
+    f"{NOTHING}: --non-persistent-save-interval N saves often and cheaply": "ttp-enabled"
+    " ttp-server-ip ttp-server-port"
+    " ttp-dump-dir ttp-max-dump-ckpt-to-keep ttp-save-optimizer ttp-save-rng ttp-dump-timeout-seconds"
+    " ttp-wait-dump-file-timeout ttp-heartbeat-interval-ms ttp-heartbeat-timeout-ms ttp-max-missed-count",
     "leave it out": "hccl-slice-size megatron-cp-in-bnsd use-fused-ring-attention-update use-dsa-absorb"
     " use-fused-lightning-indexer use-fused-sparse-flash-attention use-fused-lightning-indexer-kl-loss"
-    " moe-permutation-async-comm variable-seq-lengths no-qad-enable ai-framework jit-compile",
+    " moe-permutation-async-comm no-qad-enable ai-framework jit-compile",
     NOTHING: "reset-bucket-group-order async-log-allreduce hccl-op-mode aiqos aiqos-mode aiqos-schedule"
     " aiqos-enable-roce compress-dense compress-activation compress-optimizer ema-decay attention-mask-on-cpu"
     " adaptive-cp-without-coarse adaptive-cp-dynamic-attn-mask adaptive-cp-only-reschedule"
     " adaptive-cp-manually-set-mask-list square-alibi-mask fill-neg-inf alibi-fusion-attn-type"
     " alibi-diagonal-opposite moe-unperm2-mem-optim-swap use-multiparameter-pipeline-model-parallel"
-    " fsdp2-config-path layerzero layerzero-config no-use-gmm-fp8 te-comparison-with-cpu"
+    " variable-seq-lengths fsdp2-config-path layerzero layerzero-config no-use-gmm-fp8 te-comparison-with-cpu"
     " te-comparison-with-bf16 te-gmm-mode fp8-reuse-quantized-weight qat-scheme qat-quant-block-size"
     " qad-enable qad-teacher-load kl-temperature kl-loss-weight kl-loss-reduction npu-datadump dist-train",
 }

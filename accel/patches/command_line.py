@@ -25,8 +25,12 @@ __all__ = ["ALIASES", "HOOKS", "MODULE", "add_options"]
 
 MODULE = "megatron.training.arguments"
 
-ALIASES = {**_mindspeed.ALIASES, "--accel-tp-chunks": "--accel-tp-overlap-chunks"}
-"""MindSpeed's spelling -> ours; and a short one of our own."""
+ALIASES = {
+    **_mindspeed.ALIASES,
+    "--accel-tp-chunks": "--accel-tp-overlap-chunks",
+    "--context-parallel-kv-cache-interval": "--accel-context-parallel-keep-interval",
+}
+"""Another spelling -> ours: MindSpeed's, a short one, and one beside MindSpeed's."""
 
 HOOKS = (
     Patch(

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from accel import ops
@@ -43,7 +44,9 @@ def inplace_grad() -> bool:
 
 def _inplace(input: Tensor) -> bool:
     """Not over a leaf, as upstream's own recomputation makes of fc1's output, nor a view of one."""
-    return inplace_grad() and overwritable(input) is None
+    if not inplace_grad() or torch.compiler.is_compiling():
+        return False
+    return overwritable(input) is None
 
 
 def wrap_bias_swiglu(upstream: Activation) -> Activation:

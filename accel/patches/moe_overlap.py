@@ -39,8 +39,9 @@ from accel.ops._autocast import autocasts
 from accel.ops._dispatch import log_fallback
 from accel.parallel.experts import overlap
 from accel.parallel.experts.exchange import Experts, Loan, routed_experts
-from accel.parallel.experts.room import Sizes, check_room, fits, free_bytes
+from accel.parallel.experts.room import Sizes, check_room, fits
 from accel.parallel.experts.traffic import Traffic
+from accel.parallel.free_memory import free_bytes
 from accel.patches import _experts
 from accel.patches._expert_counts import layer_of, number_of
 from accel.patches._settings import whole_number
@@ -125,8 +126,11 @@ def counting_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if self.drop_and_pad:
             found = original(self, routing_map)
             self.accel_counts = [[self.capacity] * self.num_experts] * self.ep_size
-            if self.capacity > getattr(self, "accel_largest", 0):  # else no rank waits for the host
-                self.accel_largest = self.capacity
+            compared = self.__dict__.setdefault("accel_compared", {})
+            if self.capacity > compared.get(
+                torch.is_grad_enabled(), 0
+            ):  # else none waits for the host
+                compared[torch.is_grad_enabled()] = self.capacity
                 self.accel_free = _of_all(self, _free(routing_map))[:, 0].tolist()
             return found
         whole = _of_all(self, torch.cat([routing_map.sum(dim=0), _free(routing_map)]))
@@ -160,16 +164,20 @@ def _of_all(dispatcher: Any, mine: Tensor) -> Tensor:
 
 def _sizes(config: Any, experts: Experts, training: bool) -> Sizes:
     """A rank's own rows are there as they leave and as they come home, in the backward too. A row that it
-    computes is there as input, result and what lies between; at the end of the backward as both factors of
-    each weight's gradient, and as its own gradient on the way home."""
+    computes is there as input, result and, if it is kept for the backward, what lies between; at the end of
+    the backward as both factors of each weight's gradient, and as its own gradient on the way home. In a
+    pipeline, more may be free by then."""
     width = getattr(config, "moe_latent_size", None) or config.hidden_size
-    between = (3 if config.gated_linear_unit else 2) * config.moe_ffn_hidden_size
+    between = (3 if config.gated_linear_unit else 2) * config.moe_ffn_hidden_size if training else 0
+    backward = training and config.pipeline_model_parallel_size == 1
+    third = width if backward else 0
     each = config.params_dtype.itemsize
     return Sizes(
         own=2 * width * each,
-        computed=((3 if training else 2) * width + between) * each,
+        computed=(2 * width + between + third) * each,
+        in_place=(between + third) * each,
         matrices=overlap.matrix_bytes(experts),
-        gradients=overlap.gradient_bytes(experts) if training else 0,
+        gradients=overlap.gradient_bytes(experts) if backward else 0,
     )
 
 

@@ -22,7 +22,7 @@ sequence parallelism: with a number above 1 the way of every product, whichever 
 that is tried, if it has the plain way's bits or no other has. Not yet run on two GPUs, so only by name;
 PyTorch's kernels wait without a time-out for a rank that is gone.
 
-With and without sequence parallelism (without it, slices are all-reduced in row-parallel layers), both specs,
+With and without sequence parallelism (without it, slices are all-reduced), both specs,
 frozen weights, recomputation, pipelines, delayed weight gradients, ``--defer-embedding-wgrad-compute``, any
 number of rows. On two ranks the results are stock's, bit for bit, where the product of some rows has the bits
 that these rows have in the whole product; with more ranks a sum's order may differ.

@@ -168,6 +168,8 @@ class ActivationContract(OpContract):
         for leaf in (x, torch.nn.Parameter(x.detach().clone())):
             with pytest.raises(ValueError, match=r"x, which is a leaf .* \(or a view of one\)"):
                 op(leaf[:2], inplace_grad=True)
+        with pytest.raises(ValueError, match="would overwrite x, which is a leaf"):
+            op(x.detach()[:2].requires_grad_(), inplace_grad=True)  # and a view
 
         y = op(x * 1, inplace_grad=True)
         y.sum().backward(retain_graph=True)

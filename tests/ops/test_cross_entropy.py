@@ -68,6 +68,14 @@ class TestCrossEntropy(OpContract):
             "gradient 0": float(dloss.abs().max()),
         }
 
+    @needs_native
+    def test_a_shard_of_minus_infinity_adds_nothing_to_the_sum(self):
+        x = torch.full((2, 24), -torch.inf, device=self.device)
+        target = torch.tensor([3, 30], device=self.device)
+        stats = torch.ops.accel.cross_entropy_stats(x, target, 0, 0, None, False)
+        assert (stats[0] == -torch.inf).all()
+        assert not stats[1].any()
+
     def opchecks(self):
         for smoothing in (0.0, 0.1):
             x = self.logits((3, 5, 24), torch.bfloat16)
@@ -229,9 +237,10 @@ class TestInPlace:
             sum(both).backward()
 
     @needs_native
-    @pytest.mark.parametrize("view", [False, True])
+    @pytest.mark.parametrize("view", ["no", "of one", "itself"])
     def test_never_writes_over_a_leaf(self, view):
-        logits = self.leaf[:] if view else self.leaf
+        logits = {"no": self.leaf, "of one": self.leaf[:], "itself": self.leaf.detach()[:]}[view]
+        logits = logits.requires_grad_() if view == "itself" else logits
         with pytest.raises(ValueError, match="inplace cannot write over logits that are a leaf"):
             cross_entropy(logits, self.target, inplace=True)
 

@@ -48,6 +48,19 @@ class TestLinearCrossEntropy(OpContract):
         options = {"tokens_per_chunk": 16, "label_smoothing": 0.1 * (seed % 2)}
         return Inputs(problem((6, 3), 20, 43, dtype, seed), options)
 
+    @needs_native
+    @pytest.mark.parametrize("smoothing", [0.0, 0.1])
+    def test_a_piece_of_minus_infinity(self, smoothing):
+        """With the target and without."""
+        hidden, weight, _ = problem((3,), 20, 43, torch.float32)
+        hidden, weight = hidden.abs().to(self.device), weight.to(self.device)
+        weight[:16] = -torch.inf
+        target = torch.tensor([5, 20, 40], device=self.device)
+        options = {"tokens_per_chunk": 16, "label_smoothing": smoothing}
+        loss, loss_ref = (op(hidden, weight, target, **options) for op in (self.op, self.ref))
+        assert loss[0] == torch.inf
+        torch.testing.assert_close(loss, loss_ref, rtol=1e-4, atol=1e-4)
+
     def large_inputs(self) -> Inputs:
         return Inputs(problem((700,), 64, 1500, torch.bfloat16), {"tokens_per_chunk": 512})
 

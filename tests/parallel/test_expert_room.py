@@ -11,11 +11,12 @@ import torch
 
 from accel.device.cpu import memory as host_memory
 from accel.parallel.experts.plan import Copy
-from accel.parallel.experts.room import Sizes, check_room, fits, free_bytes
+from accel.parallel.experts.room import Sizes, check_room, fits
 from accel.parallel.experts.traffic import Traffic
+from accel.parallel.free_memory import free_bytes
 
 COUNTS = [[5, 1, 2, 2], [9, 0, 1, 0]]
-ROWS = Sizes(own=0, computed=1, matrices=0, gradients=0)
+ROWS = Sizes(own=0, computed=1, in_place=1, matrices=0, gradients=0)
 
 
 def check(free: list[int], factor: float | None = None, counts: Any = COUNTS) -> None:
@@ -43,10 +44,13 @@ def test_rows_that_do_not_fit_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("copies", "sizes", "least"),
     [
-        ([], Sizes(3, 10, 1000, 100), [30 + 150, 30 + 50]),
-        ([Copy(0, 1)], Sizes(3, 10, 1000, 100), [30 + 60 + 100, 30 + 140 + 1100]),
-        ([Copy(1, 1)], Sizes(3, 10, 1000, 100), [30 + 150, 30 + 50 + 1000]),  # without rows
-        ([Copy(0, 1)], Sizes(3, 10, 1000, 0), [30 + 60, 30 + 140 + 1000]),
+        ([], Sizes(3, 10, 10, 1000, 100), [30 + 150, 30 + 50]),
+        ([Copy(0, 1)], Sizes(3, 10, 10, 1000, 100), [30 + 60 + 100, 30 + 140 + 1100]),
+        ([Copy(1, 1)], Sizes(3, 10, 10, 1000, 100), [30 + 150, 30 + 50 + 1000]),  # without rows
+        ([Copy(0, 1)], Sizes(3, 10, 10, 1000, 0), [30 + 60, 30 + 140 + 1000]),
+        # of the last slice, and of copies: where they lie
+        ([], Sizes(3, 10, 4, 1000, 100), [30 + 140 + 4, 30 + 50]),
+        ([Copy(0, 1)], Sizes(3, 10, 4, 1000, 100), [30 + 50 + 4 + 100, 30 + 50 + 36 + 1100]),
     ],
 )
 def test_what_rows_and_copies_take(copies: list[Copy], sizes: Sizes, least: list[int]) -> None:
@@ -58,7 +62,7 @@ def test_what_rows_and_copies_take(copies: list[Copy], sizes: Sizes, least: list
 
 def test_matrices_that_are_there_already_are_not_counted_again() -> None:
     copies = frozenset([Copy(0, 1)])
-    sizes = Sizes(0, 1, 1000, 0)
+    sizes = Sizes(0, 1, 1, 1000, 0)
     assert fits(Traffic(COUNTS, 0, copies), [6, 14], sizes, held=copies)
     assert not fits(Traffic(COUNTS, 0, copies), [6, 13], sizes, held=copies)
     assert fits(Traffic(COUNTS, 0), [15, 5 - 1000], sizes, held=copies), "they are let go"

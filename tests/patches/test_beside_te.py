@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from accel import upstream
 from accel.feature import Choice, Context, choose
 from accel.patches import FEATURES
 from accel.start_up import table
@@ -44,6 +45,7 @@ def choices(
     installed: bool, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Choice]:
     with monkeypatch.context() as patch:
+        patch.setattr(upstream, "_apex_installed", lambda: False)
         for name, module in list(sys.modules.items()):
             if name.startswith("accel.") and hasattr(module, "te_installed"):
                 patch.setattr(module, "te_installed", lambda: installed)

@@ -7,17 +7,17 @@ import re
 
 import pytest
 
-from accel.patches import _mindspeed
-from accel.patches.command_line import add_options
+from accel.patches import _mindspeed, command_line
 
 
 @pytest.fixture
-def parser() -> argparse.ArgumentParser:
+def parser(monkeypatch: pytest.MonkeyPatch) -> argparse.ArgumentParser:
     from megatron.training.arguments import add_megatron_arguments
 
+    monkeypatch.setattr(command_line, "_PARSED", {})
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     if "--accel-preset" not in parser._option_string_actions:  # nobody has imported the adaptor
-        add_options(parser)
+        command_line.add_options(parser)
     return parser
 
 

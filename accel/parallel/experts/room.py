@@ -7,18 +7,15 @@ or backward: what fits may still fail for what other layers keep until then.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-import torch
-
-from accel import machine
-from accel.device.cpu import memory as host_memory
 from accel.parallel.experts.plan import Copy, rank_loads
 from accel.parallel.experts.traffic import Traffic
 
-__all__ = ["Sizes", "check_room", "fits", "free_bytes", "what_bounds"]
+__all__ = ["Sizes", "check_room", "fits", "what_bounds"]
 
 
 class Sizes(NamedTuple):
@@ -27,27 +24,13 @@ class Sizes(NamedTuple):
     own: int
     """Of each row of a rank's own tokens."""
     computed: int
-    """Of each row that a rank computes."""
+    """Of each row that a rank computes, and that comes from another or lies among such."""
+    in_place: int
+    """Of each of its own that it computes where it lies: of its last slice of experts, and of copies."""
     matrices: int
     """Of a copy of an expert, on the rank that gets it."""
     gradients: int
     """Of a copy that has rows, on both its ranks."""
-
-
-def free_bytes(device: torch.device) -> int:
-    """That a tensor may still take: what the allocator has kept free too; on CPUs and CUDA within the limit
-    of `set_per_process_memory_fraction`. All of a host's memory is free to each of its ranks: which of them
-    will take it is not known."""
-    if device.type == "cpu":
-        free, limit = machine.memory()[0], host_memory.below_limit()
-        return free if limit is None else min(free, limit)
-    module = torch.get_device_module(device)
-    reserved = module.memory_reserved(device)
-    free, total = module.mem_get_info(device)
-    if hasattr(module, "get_per_process_memory_fraction"):  # torch-npu has the setter alone
-        share = int(module.get_per_process_memory_fraction(device) * total)
-        free = min(free, max(0, share - reserved))
-    return free + reserved - module.memory_allocated(device)
 
 
 def fits(
@@ -106,7 +89,12 @@ def _rows(
     ends = Counter(rank for c in traffic.used for rank in (owners[c.expert], c.rank))
     found = []
     for rank, load in enumerate(loads):
-        taken = sizes.own * sum(counts[rank])
-        taken += sizes.matrices * come[rank] + sizes.gradients * ends[rank]
-        found.append((load, (free[rank] - taken) // sizes.computed))
+        mine, last = counts[rank], traffic.slice_of(rank, traffic.slices - 1)
+        in_place = sum(mine[e] for e in last)
+        in_place += sum(mine[c.expert] for c in traffic.used if c.rank == rank)
+        needed = sizes.own * sum(mine) + sizes.in_place * in_place
+        needed += sizes.computed * (load - in_place)
+        needed += sizes.matrices * come[rank] + sizes.gradients * ends[rank]
+        too_many = math.ceil(max(0, needed - free[rank]) / sizes.computed)
+        found.append((load, load - too_many))
     return found
