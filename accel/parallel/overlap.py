@@ -144,9 +144,9 @@ class Overlap:
 
 
 def _all_have(held: int, x: Tensor, group: dist.ProcessGroup) -> bool:
-    least = x.new_tensor([free_bytes(x.device)], dtype=torch.int64)
-    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-    return held <= least.item()
+    left = x.new_tensor([free_bytes(x.device) - held], dtype=torch.int64)
+    dist.all_reduce(left, dist.ReduceOp.MIN, group=group)
+    return left.item() >= 0
 
 
 @dataclass(frozen=True)
