@@ -217,7 +217,7 @@ def test_rows_that_one_rank_has_no_room_for_are_one_error_on_all(
     """And nothing was sent, for which another would wait."""
     free = 100 if os.environ["RANK"] == "0" else 10**9
     monkeypatch.setattr(moe_overlap, "free_bytes", lambda device: free)
-    monkeypatch.setattr(moe_overlap, "_sizes", lambda *args: Sizes(0, 1, 0, 0))
+    monkeypatch.setattr(moe_overlap, "_sizes", lambda *args: Sizes(0, 1, 1, 0, 0))
     sent: list[Any] = []
     monkeypatch.setattr(moe_overlap, "routed_experts", lambda *args, **kwargs: sent.append(args))
     says = r"MoE layer 1: \d+ tokens go to the experts of rank 0 .* room for 100: --moe-expert-capacity"
@@ -234,7 +234,7 @@ def test_copies_make_room_or_are_left_out_where_there_is_none(
 ) -> None:
     """In turn: ranks that have room for their rows with the copies alone, and for those without."""
     fitting, kept = moe_overlap._fitting, {"with": [], "without": []}
-    monkeypatch.setattr(moe_overlap, "_sizes", lambda *args: Sizes(0, 1, 10**6, 0))
+    monkeypatch.setattr(moe_overlap, "_sizes", lambda *args: Sizes(0, 1, 1, 10**6, 0))
 
     def tight(layer: Any, traffic: Traffic, experts: Any, loan: Loan | None) -> Any:
         if not traffic.copies:
