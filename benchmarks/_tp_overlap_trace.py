@@ -22,7 +22,7 @@ __all__ = ["recorded"]
 Event = tuple[str, float, float]
 """Lane, start and end."""
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.mm.out)
-_COLLECTIVES = ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
+_COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 class _Products(TorchDispatchMode):

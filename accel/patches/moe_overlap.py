@@ -126,11 +126,10 @@ def counting_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if self.drop_and_pad:
             found = original(self, routing_map)
             self.accel_counts = [[self.capacity] * self.num_experts] * self.ep_size
-            compared = self.__dict__.setdefault("accel_compared", {})
-            if self.capacity > compared.get(
-                torch.is_grad_enabled(), 0
-            ):  # else none waits for the host
-                compared[torch.is_grad_enabled()] = self.capacity
+            compared = self.__dict__.setdefault("accel_compared", {True: 0, False: 0})
+            kept = torch.is_grad_enabled()
+            if self.capacity > compared[kept]:  # else no rank waits for the host
+                compared[kept] = self.capacity
                 self.accel_free = _of_all(self, _free(routing_map))[:, 0].tolist()
             return found
         whole = _of_all(self, torch.cat([routing_map.sum(dim=0), _free(routing_map)]))
