@@ -34,7 +34,7 @@ _BATCH: set[int] = set()
 
 
 def _threads() -> set[int]:
-    return {int(thread.name) for thread in _THREADS.iterdir()}
+    return set(map(int, os.listdir(_THREADS)))
 
 
 def _is_named(thread: int, names: bytes | tuple[bytes, ...]) -> bool:

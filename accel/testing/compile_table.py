@@ -14,6 +14,7 @@ of what each file's rows were compiled from, so that a test tells where it is ou
 
 import argparse
 import ast
+import functools
 import hashlib
 import json
 import os
@@ -30,7 +31,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Compiled", "compile_cuda", "compile_triton", "cuda_sources", "digest", "nvcc"]
+__all__ = [
+    "Compiled",
+    "compile_cuda",
+    "compile_triton",
+    "cuda_sources",
+    "digest",
+    "nvcc",
+    "recorded",
+]
 
 ARCHITECTURES = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
 CUDA_ARCHITECTURES = tuple(ARCHITECTURES)  # those that setup.py builds for
@@ -312,7 +321,8 @@ def _readable(mangled: str) -> str:
     return re.sub(r"^void ", "", re.sub(r"\(.*\)$", "", name))
 
 
-def compilers() -> dict[str, str]:
+@functools.cache
+def compilers() -> Mapping[str, str]:
     """What compiled: names and versions."""
     from importlib.metadata import version
 
@@ -340,6 +350,18 @@ def digest(file: str) -> str:
             waiting += others
     text = "\n".join(found[path] for path in sorted(found))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def recorded(table: Path, file: str) -> list[Compiled]:
+    """The rows of a file of the table, if they were compiled from the source and by the compiler that are
+    here, or none: a compiler makes the same of the same."""
+    kept = json.loads(table.read_text())
+    name = _compiler(file)
+    current = kept["sources"].get(file) == digest(file) and (
+        kept["compilers"].get(name) == compilers().get(name)
+    )
+    rows = [row for row in kept["rows"] if row["file"] == file and current]
+    return [Compiled(**{**row, "excuse": row["excuse"] and tuple(row["excuse"])}) for row in rows]
 
 
 def _python(path: Path) -> tuple[str, list[Path]]:
@@ -371,7 +393,7 @@ def _cpp(path: Path) -> tuple[str, list[Path]]:
     return " ".join(code.split()), included
 
 
-def write(output: Path, rows: list[Compiled], versions: dict[str, str]) -> None:
+def write(output: Path, rows: list[Compiled], versions: Mapping[str, str]) -> None:
     """Write the table: these rows, and those that it has of other files which are still there.
 
     Args:

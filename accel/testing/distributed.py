@@ -29,7 +29,7 @@ import pytest
 from accel.testing import ranks
 from accel.testing.ranks import Launcher
 
-__all__ = ["MEASURED", "SECONDS_PER_TEST", "free_port", "launch", "under_torchrun"]
+__all__ = ["MEASURED", "SECONDS_PER_TEST", "attempt", "free_port", "launch", "under_torchrun"]
 
 SECONDS_PER_TEST = 600
 """Says that a rank hangs, so it is many times what the longest test needs on a quiet machine."""
@@ -55,11 +55,24 @@ def launch(
     One thread for each rank, a free rendezvous port. Fails the test, with the end of the output, when
     a rank fails or after ``seconds``.
     """
-    status, output = _launch(world_size, command, seconds, environment or {})
+    status, output = attempt(world_size, command, seconds, environment)
     if status != 0:
         why = f"not done after {seconds} s" if status is None else f"exit status {status}"
         pytest.fail(f"{world_size} ranks: {why}\n{_tail(output)}", pytrace=False)
     return output
+
+
+def attempt(
+    world_size: int,
+    command: Sequence[str],
+    seconds: float = SECONDS_PER_TEST,
+    environment: Mapping[str, str] | None = None,
+) -> tuple[int | None, str]:
+    """As `launch`, but returns the exit status (``None``: the time was over) and the output in any case."""
+    with tempfile.NamedTemporaryFile(prefix="accel-launch-") as output:
+        of_ranks = ranks.environment(**(environment or {}))
+        status = _LAUNCHER.run(world_size, command, of_ranks, output.name, seconds)
+        return status, output.read().decode(errors="replace")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -252,7 +265,7 @@ class Batch:
                 command += [f"--timeout={SECONDS_PER_TEST}", "--timeout-method=thread"]
                 # one more than the tests: the rank that hangs ends itself and says where it was
                 seconds = SECONDS_PER_TEST * (len(left) + 1)
-                status, output = _launch(self.world_size, command, seconds, {_REPORTS: reports})
+                status, output = attempt(self.world_size, command, seconds, {_REPORTS: reports})
                 self._read(Path(reports), left)
             left = [t for t in left if t not in self.outcomes]
             if left:  # the ranks died in the first test that has no outcome
@@ -303,16 +316,6 @@ def _siblings(item: pytest.Function, world_size: int) -> list[str]:
         for i, marker in marked
         if marker is not None and i.path == item.path and marker.kwargs["world_size"] == world_size
     ]
-
-
-def _launch(
-    world_size: int, command: Sequence[str], seconds: float, environment: Mapping[str, str]
-) -> tuple[int | None, str]:
-    """Exit status (``None``: the time was over) and output."""
-    with tempfile.NamedTemporaryFile(prefix="accel-launch-") as output:
-        of_ranks = ranks.environment(**environment)
-        status = _LAUNCHER.run(world_size, command, of_ranks, output.name, seconds)
-        return status, output.read().decode(errors="replace")
 
 
 def _tail(output: str) -> str:

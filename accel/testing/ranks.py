@@ -9,6 +9,7 @@ Megatron nor accel is imported before the fork: a rank meets them as under torch
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -214,6 +215,9 @@ def main() -> None:
     for name in PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    # what is imported stays: a rank's collector passes it by
+    gc.collect()
+    gc.freeze()
     command = serve()
     if command is None:
         return

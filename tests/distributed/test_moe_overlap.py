@@ -26,6 +26,10 @@ HOT = [*OVERLAP, "--accel-hot-experts", "3", "--accel-hot-experts-price", "0"]
 AHEAD = [*HOT, "--accel-hot-experts-every", "2"]
 STOCK = ["--no-accel-moe-overlap"]
 
+FP32: dict[str, Any] = {"tolerance": 1e-6, "bf16": False}
+ZIPF = {**FP32, "changed": "skewed"}
+"""With the fixture of that name."""
+
 LAYER_PASSES = 4 * 4 * 2
 """Of a rank: iterations, layers, micro-batches."""
 
@@ -70,7 +74,7 @@ FOUR = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.distributed(world_size=2)
 def test_trains_as_stock(layout: str, fresh_store: FreshStore) -> None:
-    check_training("moe", LAYOUTS[layout], OVERLAP, STOCK, fresh_store, 1e-6, bf16=False)
+    check_training("moe", LAYOUTS[layout], OVERLAP, STOCK, fresh_store, **FP32)
 
 
 @pytest.fixture
@@ -106,7 +110,7 @@ def skewed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", ["local", "shared_experts", "added_to_main_grads", "recomputed"])
 @pytest.mark.distributed(world_size=2)
 def test_hot_experts_train_as_stock(layout: str, fresh_store: FreshStore, lent: list[int]) -> None:
-    check_training("moe", f"{LAYOUTS[layout]} {EIGHT}", HOT, STOCK, fresh_store, 1e-6, bf16=False)
+    check_training("moe", f"{LAYOUTS[layout]} {EIGHT}", HOT, STOCK, fresh_store, **ZIPF)
     assert sum(n > 0 for n in lent) >= LAYER_PASSES // 2
 
 
@@ -120,7 +124,7 @@ def test_copies_that_are_planned_ahead_train_as_stock(
 ) -> None:
     """They set out before the attention of a layer, also when it is computed again; with the rows where only
     the experts are."""
-    check_training("moe", f"{LAYOUTS[layout]} {EIGHT}", AHEAD, STOCK, fresh_store, 1e-6, bf16=False)
+    check_training("moe", f"{LAYOUTS[layout]} {EIGHT}", AHEAD, STOCK, fresh_store, **ZIPF)
     again = layout.startswith("recomputed")
     assert sum(n > 0 for n in lent) >= LAYER_PASSES // 2 + again * LAYER_PASSES
 
@@ -128,7 +132,7 @@ def test_copies_that_are_planned_ahead_train_as_stock(
 @pytest.mark.parametrize("layout", FOUR)
 @pytest.mark.distributed(world_size=4)
 def test_trains_as_stock_on_four(layout: str, fresh_store: FreshStore) -> None:
-    check_training("moe", FOUR[layout], OVERLAP, STOCK, fresh_store, 1e-6, bf16=False)
+    check_training("moe", FOUR[layout], OVERLAP, STOCK, fresh_store, **FP32)
 
 
 @pytest.mark.usefixtures("skewed")
@@ -138,7 +142,7 @@ def test_trains_as_stock_on_four(layout: str, fresh_store: FreshStore) -> None:
 def test_hot_experts_train_as_stock_on_four(
     ours: list[str], layout: str, fresh_store: FreshStore, lent: list[int]
 ) -> None:
-    check_training("moe", f"{FOUR[layout]} {EIGHT}", ours, STOCK, fresh_store, 1e-6, bf16=False)
+    check_training("moe", f"{FOUR[layout]} {EIGHT}", ours, STOCK, fresh_store, **ZIPF)
     assert any(lent)
 
 
@@ -177,7 +181,7 @@ def test_layers_that_run_again_have_the_copies_of_their_first_run(
 ) -> None:
     """On the first stage a later micro-batch has planned others before the backward."""
     ours = [*AHEAD, "--accel-memory-budget", "0.0001"]
-    check_training("moe", f"{FOUR['pp2']} {EIGHT}", ours, STOCK, fresh_store, 1e-6, bf16=False)
+    check_training("moe", f"{FOUR['pp2']} {EIGHT}", ours, STOCK, fresh_store, **ZIPF)
     assert any(lent)
 
 
@@ -251,7 +255,7 @@ def test_copies_make_room_or_are_left_out_where_there_is_none(
         return found
 
     monkeypatch.setattr(moe_overlap, "_fitting", tight)
-    check_training("moe", f"{LAYOUTS['local']} {EIGHT}", ours, STOCK, fresh_store, 1e-6, bf16=False)
+    check_training("moe", f"{LAYOUTS['local']} {EIGHT}", ours, STOCK, fresh_store, **ZIPF)
     assert len(kept["without"]) >= LAYER_PASSES // 8
     assert all(kept["with"])
     assert not any(kept["without"])
@@ -265,7 +269,5 @@ def test_experts_that_one_rank_cannot_serve_run_as_stocks_on_both(
     reason, first, routed = _experts.reason, os.environ["RANK"] == "0", []
     monkeypatch.setattr(_experts, "reason", lambda m: "frozen experts" if first else reason(m))
     monkeypatch.setattr(moe_overlap, "routed_experts", lambda *args: routed.append(args))
-    check_training(
-        "moe", LAYOUTS["shared_experts_in_steps"], HOT, STOCK, fresh_store, 1e-6, bf16=False
-    )
+    check_training("moe", LAYOUTS["shared_experts_in_steps"], HOT, STOCK, fresh_store, **FP32)
     assert not routed

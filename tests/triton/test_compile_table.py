@@ -1,6 +1,8 @@
 """Every GPU kernel compiles for every architecture, spills nothing and asks for no more than there is.
 
-In processes of their own: this one interprets Triton. `make compile-table` writes the whole table.
+A kernel whose rows in the table are of its source and of this compiler is not compiled again, but for the
+smallest of each kind, whose rows must come out the same; `make compile-table` compiles them all, and so does
+``ACCEL_TEST_COMPILE_ALL=1``. In processes of their own: this one interprets Triton.
 """
 
 import importlib
@@ -25,6 +27,7 @@ from accel.testing.compile_table import (
     compile_cuda,
     cuda_sources,
     nvcc,
+    recorded,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -35,9 +38,32 @@ needs_nvcc = pytest.mark.skipif(nvcc() is None, reason="nvcc is not installed")
 
 @pytest.mark.parametrize("name", MODULES)
 def test_triton_kernels(name, tmp_path):
+    rows = in_the_table(f"accel/_triton/{name}.py") or compiled_by_triton(name, tmp_path)
+    assert {row.arch for row in rows} == set(ARCHITECTURES)
+    assert all(row.registers > 0 for row in rows)
+    assert [row.fault for row in rows if row.fault] == []
+
+
+@needs_nvcc
+@pytest.mark.parametrize("arch", CUDA_ARCHITECTURES)
+@pytest.mark.parametrize("source", cuda_sources(), ids=lambda source: source.stem)
+def test_cuda_kernels(source, arch):
+    kept = in_the_table(f"csrc/cuda/{source.name}")
+    rows = [row for row in kept if row.arch == arch] if kept else compile_cuda(source, arch)
+    assert rows
+    assert [row.fault for row in rows if row.fault] == []
+
+
+def in_the_table(file: str) -> list[Compiled]:
+    """The rows of what need not be compiled again."""
+    again = os.environ.get("ACCEL_TEST_COMPILE_ALL") == "1"
+    return [] if again else recorded(TABLE, file)
+
+
+def compiled_by_triton(name: str, folder: Path) -> list[Compiled]:
     environment = {**os.environ, "TRITON_CACHE_DIR": str(ROOT / ".cache" / "triton")}
     environment.pop("TRITON_INTERPRET", None)
-    output = tmp_path / "rows.json"
+    output = folder / "rows.json"
     command = [sys.executable, "-m", "accel.testing.compile_table", "--only", name]
     result = subprocess.run(
         [*command, "--triton-only", "--output", output],
@@ -47,20 +73,41 @@ def test_triton_kernels(name, tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    report = json.loads(output.read_text())
-    assert "triton" in report["compilers"]
-    rows = report["rows"]
-    assert {row["arch"] for row in rows} == set(ARCHITECTURES)
-    assert all(row["registers"] > 0 for row in rows)
+    assert "triton" in json.loads(output.read_text())["compilers"]
+    return recorded(output, f"accel/_triton/{name}.py")
+
+
+def test_triton_compiles_what_the_table_says(tmp_path):
+    """Where this fails and nobody has changed anything, the compiler has."""
+    kept = recorded(TABLE, "accel/_triton/adamw.py")
+    if not kept:
+        pytest.skip("the table is of another Triton, so that all is compiled")
+    assert compiled_by_triton("adamw", tmp_path) == kept
 
 
 @needs_nvcc
-@pytest.mark.parametrize("arch", CUDA_ARCHITECTURES)
-@pytest.mark.parametrize("source", cuda_sources(), ids=lambda source: source.stem)
-def test_cuda_kernels(source, arch):
-    rows = compile_cuda(source, arch)
-    assert rows
-    assert [row.fault for row in rows if row.fault] == []
+def test_nvcc_compiles_what_the_table_says():
+    source = next(s for s in cuda_sources() if s.stem == "moe_row_map")
+    kept = recorded(TABLE, f"csrc/cuda/{source.name}")
+    if not kept:
+        pytest.skip("the table is of another nvcc, so that all is compiled")
+    assert [row for arch in CUDA_ARCHITECTURES for row in compile_cuda(source, arch)] == kept
+
+
+@needs_nvcc
+def test_rows_of_another_source_or_compiler_are_none(tmp_path):
+    file, path = "csrc/cuda/rope.cu", tmp_path / "rows.json"
+    table = json.loads(TABLE.read_text())
+    here = dict(compile_table.compilers())
+
+    def left(compilers=here, **sources):
+        kept = {"compilers": compilers, "sources": table["sources"] | sources}
+        path.write_text(json.dumps(table | kept))
+        return recorded(path, file)
+
+    assert left()
+    assert left(**{file: "of another source"}) == []
+    assert left({**here, "nvcc": "1.0"}) == []
 
 
 def test_what_is_compiled_is_what_setup_builds():

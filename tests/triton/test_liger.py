@@ -128,9 +128,9 @@ class TestRmsNorm(OnLiger, OnTriton, test_rms_norm.TestRmsNorm):
     def test_matches_reference(self, shape, dtypes, zero_centered):
         self.check(self.norm_inputs(shape, dtypes, zero_centered=zero_centered))
 
-    @pytest.mark.parametrize("dtypes", DTYPES[:2], ids=str)
-    def test_many_heads_have_another_kernel(self, dtypes):
-        self.check(self.norm_inputs((32771, 64), dtypes))
+    def test_many_heads_have_another_kernel(self):
+        """In one dtype: the interpreter takes half a minute for so many rows."""
+        self.check(self.norm_inputs((32771, 64), DTYPES[1]))
 
 
 class TestAddRmsNorm(OnLiger, OnTriton, test_add_rms_norm.TestAddRmsNorm):
