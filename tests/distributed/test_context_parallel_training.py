@@ -1,6 +1,6 @@
 """Trainings whose sequences are split over ranks, against one rank: both specs, every way to share, layouts.
 
-As in `test_layouts`: 20 iterations in fp32 from one checkpoint.
+As in `test_layouts`: ten iterations in fp32 from one checkpoint.
 """
 
 from __future__ import annotations

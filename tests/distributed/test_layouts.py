@@ -1,8 +1,8 @@
-"""Every parallel layout trains the same model: 20 iterations in fp32 from one checkpoint, against
+"""Every parallel layout trains the same model: ten iterations in fp32 from one checkpoint, against
 one rank.
 
 The layouts differ in the order of fp32 sums only. One such run differs from another by about 1e-7
-of the loss; 1e-5 leaves room for twenty optimizer steps and is far below what a lost gradient or a
+of the loss; 1e-5 leaves room for ten optimizer steps and is far below what a lost gradient or a
 wrong shard would do.
 """
 

@@ -22,7 +22,7 @@ from accel.testing.distributed import SECONDS_PER_TEST
 from accel.testing.megatron_arguments import read_docstrings_once
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_gpt.py"
-ITERATIONS = 20
+ITERATIONS = 10
 
 MODEL = """
     --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4

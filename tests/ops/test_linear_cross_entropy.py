@@ -119,6 +119,9 @@ class TestLinearCrossEntropy(OpContract):
     def test_matches_reference_for_any_layout(
         self, hidden, num_tokens, layout, chunk, smoothing, dtype
     ):
+        self.check_layout(hidden, num_tokens, layout, chunk, smoothing, dtype)
+
+    def check_layout(self, hidden, num_tokens, layout, chunk, smoothing, dtype):
         *rows, hidden_size = hidden.shape
         assume(hidden_size and (num_tokens > 1 or not smoothing))
         _, weight, target = problem(tuple(rows), hidden_size, num_tokens, dtype)

@@ -4,11 +4,13 @@ import importlib
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from accel.ops import linear_cross_entropy, linear_cross_entropy_ref
 from accel.testing.tolerance import assert_close_to_baseline
 from tests.ops import test_linear_cross_entropy
-from tests.ops.contract import Inputs
+from tests.ops.contract import LAYOUTS, Inputs, change_layout
 from tests.triton.harness import DEVICE, OnTriton, kernels_launched, on_device
 
 FLOATS = test_linear_cross_entropy.FLOATS
@@ -37,6 +39,23 @@ class TestLinearCrossEntropy(OnTriton, test_linear_cross_entropy.TestLinearCross
         backward = torch.ops.accel.linear_cross_entropy_bwd.default
         dloss = torch.randn(3, device=DEVICE)
         yield backward, (hidden, weight, target, stats(*call), dloss, 0, 43, 0.1, 24)
+
+    @settings(deadline=None, max_examples=15)
+    @given(
+        shape=st.sampled_from([(0, 7), (1, 1), (5, 31), (2, 5, 7), (13, 16)]),
+        layouts=st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS)),
+        num_tokens=st.sampled_from([2, 7, 43, 97]),
+        chunk=st.sampled_from([16, 1000]),
+        smoothing=st.sampled_from([0.0, 0.3]),
+        dtype=st.sampled_from(FLOATS),
+    )
+    def test_matches_reference_for_any_layout(
+        self, shape, layouts, num_tokens, chunk, smoothing, dtype
+    ):
+        """Few rows and pieces: the interpreter takes some milliseconds for each row of each."""
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(num_tokens))
+        hidden = change_layout(drawn, layouts[0])
+        self.check_layout(hidden, num_tokens, layouts[1], chunk, smoothing, dtype)
 
     @pytest.mark.usefixtures("small_pieces")
     @pytest.mark.parametrize("dtype", FLOATS, ids=str)
