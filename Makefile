@@ -1,4 +1,4 @@
-# make demo | make test | make check | make bench | make docs | make asan | make test-megatron | make test-recipes
+# make demo | make test | make test-all | make check | make bench | make docs | make asan | make test-megatron | make test-recipes
 # Each does all its own set-up through make setup.
 # make gpu-wheels, then make gpu on a machine with a GPU, which needs neither setup nor network.
 PYTHON ?= $(shell command -v python3.12 || command -v python3)
@@ -10,7 +10,7 @@ BENCHMARKS := $(patsubst benchmarks/%.py,%,$(wildcard benchmarks/[!_]*.py))
 RESULTS = benchmarks/results/$(shell $(PY) -c "from accel.testing.bench import machine_name; print(machine_name())")
 NATIVE := $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/cuda/*.cu csrc/cuda/bindings/*.* csrc/include/accel/*.h csrc/include/accel/cuda/*.h) setup.py
 
-.PHONY: setup demo test check format bench docs asan explore test-huge test-megatron test-recipes
+.PHONY: setup demo test test-all check format bench docs asan explore test-huge test-megatron test-recipes
 .PHONY: gpu gpu-wheels gpu-peers gpu-rehearsal compile-table clean
 .DELETE_ON_ERROR:
 
@@ -70,9 +70,13 @@ demo: setup
 
 # The tests of a file stay together: those of a layout share one launch of its ranks.
 # Ranks import accel some thousand times: where the environment forbids it, each would compile all of it.
-test: export PYTHONDONTWRITEBYTECODE =
+test test-all: export PYTHONDONTWRITEBYTECODE =
 test: setup
-	$(PY) -m pytest -n logical --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
+	$(PY) -m pytest -n logical --maxprocesses 8 --dist loadfile -m "not thorough" $(PYTEST_ARGS)
+
+# With the trainings that are much like others, and every GPU kernel compiled again.
+test-all: setup
+	ACCEL_TEST_COMPILE_ALL=1 $(PY) -m pytest -n logical --maxprocesses 8 --dist loadfile $(PYTEST_ARGS)
 
 check: $(VENV)/.requirements
 	$(PY) -m ruff check .

@@ -44,7 +44,9 @@ a stand-in of its extension so far.
 
 * Each Triton kernel runs in Triton's interpreter under the contract of its op, the same tests that the
   CPU's kernels pass (`tests/triton`), and is compiled ahead of time for sm_80, sm_90 and sm_100. A spill
-  of more bytes than the kernel excuses, none but for attention's backward, fails.
+  of more bytes than the kernel excuses, none but for attention's backward, fails. What it was compiled to is
+  recorded with the source and the compiler (`benchmarks/results/compile.json`); it is compiled again where
+  one of them is another, and all by `make test-all`.
 * Each CUDA C++ kernel runs on the CPU under the same contract, its blocks' threads as fibers
   (`tests/cuda`), and is compiled for sm_80, sm_90 and sm_100, as `setup.py` builds them.
 * Each Ascend kernel runs against torch-npu's own schemas with reference implementations behind them

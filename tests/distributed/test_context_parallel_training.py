@@ -9,6 +9,8 @@ import os
 
 import pytest
 
+from tests.tiers import cases
+
 from .test_layouts import RELATIVE_TOLERANCE
 from .training import ITERATIONS, KINDS, from_checkpoint, losses, reference, train
 
@@ -58,13 +60,15 @@ def check(kind: str, flags: str) -> None:
         assert found == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", TWO_RANKS)
+@pytest.mark.parametrize(
+    "layout", cases(TWO_RANKS, "ring each_layer_its_own_te moe_ep2 documents_by_heads")
+)
 @pytest.mark.distributed(world_size=2)
 def test_trains_like_one_rank(layout: str) -> None:
     check(*TWO_RANKS[layout])
 
 
-@pytest.mark.parametrize("layout", FOUR_RANKS)
+@pytest.mark.parametrize("layout", cases(FOUR_RANKS, "two_rings tp2_sp"))
 @pytest.mark.distributed(world_size=4)
 def test_trains_like_one_rank_on_four(layout: str) -> None:
     check(*FOUR_RANKS[layout])

@@ -10,6 +10,7 @@ import pytest
 
 from accel.patches import expert_migration
 from accel.testing.distributed import under_torchrun
+from tests.tiers import cases
 
 from .against_stock import FreshStore, check_training
 from .test_resume import numbers
@@ -60,20 +61,20 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     assert times or not under_torchrun()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases(LAYOUTS, "one_after_the_other with_copies whole_experts"))
 @pytest.mark.distributed(world_size=2)
 def test_trains_as_stock(layout: str, fresh_store: FreshStore) -> None:
     check_training("moe", LAYOUTS[layout], OURS, [], fresh_store, 1e-6, bf16=False)
 
 
-@pytest.mark.parametrize("layout", ROUNDED)
+@pytest.mark.parametrize("layout", cases(ROUNDED, "shared_weights"))
 @pytest.mark.distributed(world_size=2)
 def test_trains_in_bf16(layout: str, fresh_store: FreshStore) -> None:
     """A token's sum over its experts is rounded in another order."""
     check_training("moe", ROUNDED[layout], OURS, [], fresh_store, 2e-3)
 
 
-@pytest.mark.parametrize("layout", FOUR)
+@pytest.mark.parametrize("layout", cases(FOUR, "gathered_in_the_step"))
 @pytest.mark.distributed(world_size=4)
 def test_trains_as_stock_on_four(layout: str, fresh_store: FreshStore) -> None:
     check_training("moe", FOUR[layout], OURS, [], fresh_store, 1e-6, bf16=False)

@@ -12,6 +12,8 @@ import os
 
 import pytest
 
+from tests.tiers import cases
+
 from .training import ITERATIONS, KINDS, from_checkpoint, losses, reference, train
 
 RELATIVE_TOLERANCE = 1e-5
@@ -91,7 +93,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    cases(
+        LAYOUTS,
+        "tp2_sp pp2_vpp2 dp2_distributed_optimizer tp2_sp_linear_cross_entropy dp2_local_swap"
+        " dp2_local_budget cp2_a2a cp2_gated_delta tp2_sp_moe_grouped tp2_ep2_allgather ep2_alltoall_fused",
+    ),
+)
 @pytest.mark.distributed(world_size=2)
 def test_trains_like_one_rank(layout: str) -> None:
     kind, flags = LAYOUTS[layout]

@@ -17,6 +17,7 @@ from accel.parallel.experts.plan import Copy, rank_loads
 from accel.parallel.experts.room import Sizes
 from accel.parallel.experts.traffic import Traffic
 from accel.patches import _experts, moe_overlap
+from tests.tiers import cases
 
 from .against_stock import FreshStore, check_training
 from .training import MOE, shared_folder, tensors, train
@@ -71,7 +72,14 @@ FOUR = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    cases(
+        LAYOUTS,
+        "local te_shaped shared_experts_in_steps padded_capacity added_to_main_grads recomputed"
+        " tp2_with_whole_experts",
+    ),
+)
 @pytest.mark.distributed(world_size=2)
 def test_trains_as_stock(layout: str, fresh_store: FreshStore) -> None:
     check_training("moe", LAYOUTS[layout], OVERLAP, STOCK, fresh_store, **FP32)
@@ -107,7 +115,10 @@ def skewed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("skewed")
-@pytest.mark.parametrize("layout", ["local", "shared_experts", "added_to_main_grads", "recomputed"])
+@pytest.mark.parametrize(
+    "layout",
+    cases(["local", "shared_experts", "added_to_main_grads", "recomputed"], "local recomputed"),
+)
 @pytest.mark.distributed(world_size=2)
 def test_hot_experts_train_as_stock(layout: str, fresh_store: FreshStore, lent: list[int]) -> None:
     check_training("moe", f"{LAYOUTS[layout]} {EIGHT}", HOT, STOCK, fresh_store, **ZIPF)
@@ -116,7 +127,11 @@ def test_hot_experts_train_as_stock(layout: str, fresh_store: FreshStore, lent: 
 
 @pytest.mark.usefixtures("skewed")
 @pytest.mark.parametrize(
-    "layout", ["local", "shared_experts", "sharded_optimizer", "recomputed", "recomputed_wholly"]
+    "layout",
+    cases(
+        ["local", "shared_experts", "sharded_optimizer", "recomputed", "recomputed_wholly"],
+        "sharded_optimizer recomputed_wholly",
+    ),
 )
 @pytest.mark.distributed(world_size=2)
 def test_copies_that_are_planned_ahead_train_as_stock(
@@ -129,14 +144,14 @@ def test_copies_that_are_planned_ahead_train_as_stock(
     assert sum(n > 0 for n in lent) >= LAYER_PASSES // 2 + again * LAYER_PASSES
 
 
-@pytest.mark.parametrize("layout", FOUR)
+@pytest.mark.parametrize("layout", cases(FOUR, "cp2"))
 @pytest.mark.distributed(world_size=4)
 def test_trains_as_stock_on_four(layout: str, fresh_store: FreshStore) -> None:
     check_training("moe", FOUR[layout], OVERLAP, STOCK, fresh_store, **FP32)
 
 
 @pytest.mark.usefixtures("skewed")
-@pytest.mark.parametrize("layout", FOUR)
+@pytest.mark.parametrize("layout", cases(FOUR, "vpp2 tp2_ep4"))
 @pytest.mark.parametrize("ours", [HOT, AHEAD], ids=["hot", "ahead"])
 @pytest.mark.distributed(world_size=4)
 def test_hot_experts_train_as_stock_on_four(
@@ -148,7 +163,7 @@ def test_hot_experts_train_as_stock_on_four(
 
 @pytest.mark.usefixtures("skewed")
 @pytest.mark.parametrize("ours", [OVERLAP, HOT], ids=["overlap", "hot"])
-@pytest.mark.parametrize("layout", ["ep4", "tp2_ep4", "two_replicas"])
+@pytest.mark.parametrize("layout", cases(["ep4", "tp2_ep4", "two_replicas"], "ep4 two_replicas"))
 @pytest.mark.distributed(world_size=4)
 def test_gradients_are_stocks(layout: str, ours: list[str], fresh_store: FreshStore) -> None:
     """Of every weight, to 1e-6 of its largest: Adam's first moment after one step is a tenth of them."""

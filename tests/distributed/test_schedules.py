@@ -14,6 +14,7 @@ import torch
 from accel.parallel.schedule import Kind
 from accel.parallel.schedule.names import named
 from accel.patches import _pipeline
+from tests.tiers import cases
 
 from . import training
 from .against_stock import FreshStore, check_training
@@ -106,7 +107,14 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    cases(
+        CASES,
+        "warmup_1 warmup_2_tied groups_of_3 uneven_layout some_micro_batches_recomputed mtp zb_h1_tied_mtp"
+        " zb_h1_moe_grouped",
+    ),
+)
 @pytest.mark.distributed(world_size=2)
 def test_trains_as_stock(case: str, fresh_store: FreshStore, ran: list[str]) -> None:
     kind, flags, ours = CASES[case]
@@ -114,7 +122,7 @@ def test_trains_as_stock(case: str, fresh_store: FreshStore, ran: list[str]) -> 
     assert len(ran) >= 2
 
 
-@pytest.mark.parametrize("case", FOUR)
+@pytest.mark.parametrize("case", cases(FOUR, "tp2_sp_zb_h1 ep2_warmup"))
 @pytest.mark.distributed(world_size=4)
 def test_four_ranks_train_as_stock(case: str, fresh_store: FreshStore, ran: list[str]) -> None:
     kind, flags, ours = FOUR[case]
@@ -146,7 +154,7 @@ def test_weights_and_moments_are_stocks(
     assert ran
 
 
-@pytest.mark.parametrize("name", V)
+@pytest.mark.parametrize("name", cases(V, "zb-v dualpipev"))
 @pytest.mark.distributed(world_size=2)
 def test_a_v_trains_as_stocks_interleaving(
     name: str, fresh_store: FreshStore, ran: list[str]
@@ -168,7 +176,7 @@ def test_a_v_trains_as_stocks_interleaving(
     assert set(ran) == {name}
 
 
-@pytest.mark.parametrize("name", ["zb-v", "dualpipev"])
+@pytest.mark.parametrize("name", cases(["zb-v", "dualpipev"], "dualpipev"))
 @pytest.mark.distributed(world_size=4)
 def test_a_v_of_four_ranks_trains_as_1f1b(
     name: str, fresh_store: FreshStore, ran: list[str], monkeypatch: pytest.MonkeyPatch

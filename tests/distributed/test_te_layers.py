@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from accel.testing.distributed import launch, under_torchrun
+from tests.tiers import cases
 
 from .test_resume import check_resumption, numbers
 from .training import MODEL, MOE, SCRIPT
@@ -36,7 +37,10 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("first", ["local", "te"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    cases(LAYOUTS, "one_rank_bf16_files_of_ranks tp2_sp_distributed_optimizer pp2_moe_grouped"),
+)
 def test_each_spec_goes_on_from_the_others_checkpoint(
     layout: str, first: str, tmp_path: Path
 ) -> None:
@@ -46,6 +50,7 @@ def test_each_spec_goes_on_from_the_others_checkpoint(
     check_resumption(ranks, flags, tmp_path, first=one, then=other)
 
 
+@pytest.mark.thorough
 def test_the_demo_has_the_same_losses_in_both_specs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@
 
 A kernel whose rows in the table are of its source and of this compiler is not compiled again, but for the
 smallest of each kind, whose rows must come out the same; `make compile-table` compiles them all, and so does
-``ACCEL_TEST_COMPILE_ALL=1``. In processes of their own: this one interprets Triton.
+`make test-all`, by ``ACCEL_TEST_COMPILE_ALL=1``. In processes of their own: this one interprets Triton.
 """
 
 import importlib

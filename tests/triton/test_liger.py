@@ -27,7 +27,12 @@ from tests.triton.harness import DEVICE, HAS_GPU, OnTriton
 pytest.importorskip("liger_kernel", reason="Liger-Kernel is not installed")
 liger = importlib.import_module("accel._peers.liger")
 
-SHAPES = [(4, 64), (3, 5, 127), (1, 33), (37, 1), (129, 24)]
+SHAPES = [
+    (4, 64),
+    (3, 5, 127),
+    (37, 1),
+    *(pytest.param(s, marks=pytest.mark.thorough) for s in ((1, 33), (129, 24))),
+]
 
 
 class Calls(list):
