@@ -9,6 +9,7 @@ import pytest
 from accel.memory.recompute import Recomputed
 from accel.memory.swap import Chain
 from accel.patches import cpu_offloading, swap_attention
+from tests.tiers import cases
 
 from .against_stock import FreshStore, check_training
 from .test_host_optimizer import SHARDED
@@ -57,7 +58,13 @@ LAYOUTS: dict[str, tuple[str, str, str]] = {
 """Model, flags of both, flags of ours."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    cases(
+        LAYOUTS,
+        "tp2_sp ep2_and_whole_layers pp2_vpp2_megatrons_flags tp2_sp_whole_layers_offloaded",
+    ),
+)
 @pytest.mark.distributed(world_size=2)
 def test_trains_as_stock(
     layout: str, fresh_store: FreshStore, monkeypatch: pytest.MonkeyPatch

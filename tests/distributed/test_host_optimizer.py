@@ -8,6 +8,7 @@ import os
 import pytest
 
 from accel.memory.host_adam import HostAdam
+from tests.tiers import cases
 
 from .against_stock import FreshStore, check_checkpoints, check_training
 from .test_shared_weights import CHECKPOINTS, SHARDED
@@ -74,7 +75,7 @@ def test_trains_as_with_states_on_the_device(
         assert max(stepped) <= 0.0005 * 2**30
 
 
-@pytest.mark.parametrize("layout", OF_FOUR)
+@pytest.mark.parametrize("layout", cases(OF_FOUR, "dp2_tp2_ep2"))
 @pytest.mark.distributed(world_size=4)
 def test_four_ranks_with_shared_weights_train_as_stock(
     layout: str, fresh_store: FreshStore, stepped: list[int]
@@ -84,7 +85,7 @@ def test_four_ranks_with_shared_weights_train_as_stock(
     assert stepped, "states were on the device"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, "sharded_pp2_to_dp2"))
 @pytest.mark.distributed(world_size=2)
 def test_each_goes_on_from_the_others_checkpoint(case: str, fresh_store: FreshStore) -> None:
     check_checkpoints(case, *CHECKPOINTS[case], HALF, STOCK, fresh_store)

@@ -8,6 +8,7 @@ import pytest
 
 from accel.patches import memory_budget
 from accel.patches.memory_budget import Planner
+from tests.tiers import cases
 
 from .against_stock import FreshStore, check_training
 from .test_host_optimizer import SHARDED
@@ -24,7 +25,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases(LAYOUTS, "pp2_vpp2 ep2"))
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.distributed(world_size=2)
 def test_trains_as_stock(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel.patches import expert_migration
+from tests.tiers import cases
 
 from .against_stock import FreshStore, check_checkpoints
 from .test_moe_overlap import AHEAD, EIGHT, EP2, HOT, OVERLAP, lent, skewed
@@ -170,7 +171,7 @@ def test_whole_experts_need_nothing_of_the_attentions_ranks(
 
 
 @pytest.mark.usefixtures("skewed")
-@pytest.mark.parametrize("kind", ["torch", "torch_dist"])
+@pytest.mark.parametrize("kind", cases(["torch", "torch_dist"], "torch_dist"))
 @pytest.mark.distributed(world_size=2)
 def test_stock_and_ours_go_on_from_each_others_checkpoints(
     kind: str, fresh_store: FreshStore, lent: list[int]

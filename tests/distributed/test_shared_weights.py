@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from accel.testing.distributed import launch, under_torchrun
+from tests.tiers import cases
 
 from .against_stock import FreshStore, check_checkpoints, check_training
 from .test_resume import numbers
@@ -46,13 +47,19 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    cases(
+        LAYOUTS,
+        "dp2_loss_scale tp2_sp_distributed_optimizer pp2_tied_embeddings ep2_distributed_optimizer",
+    ),
+)
 @pytest.mark.distributed(world_size=2)
 def test_trains_as_stock(layout: str, fresh_store: FreshStore) -> None:
     check_training(*LAYOUTS[layout], SHARED, STOCK, fresh_store)
 
 
-@pytest.mark.parametrize("case", CHECKPOINTS)
+@pytest.mark.parametrize("case", cases(CHECKPOINTS, "plain_tp2_to_pp2 sharded_torch"))
 @pytest.mark.distributed(world_size=2)
 def test_each_goes_on_from_the_others_checkpoint(case: str, fresh_store: FreshStore) -> None:
     check_checkpoints(case, *CHECKPOINTS[case], SHARED, STOCK, fresh_store)

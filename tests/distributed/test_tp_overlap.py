@@ -10,6 +10,7 @@ import torch
 
 from accel.parallel import overlapped_linear
 from accel.testing.distributed import MEASURED
+from tests.tiers import cases
 
 from .against_stock import FreshStore, check_training
 
@@ -109,7 +110,7 @@ def test_trains_as_stock(case: str, fresh_store: FreshStore, products: list[str]
     check(case, CASES, fresh_store, products)
 
 
-@pytest.mark.parametrize("case", FOUR)
+@pytest.mark.parametrize("case", cases(FOUR, "pp2_vpp2_deferred_embedding"))
 @pytest.mark.distributed(world_size=4)
 def test_pipelines_train_as_stock(case: str, fresh_store: FreshStore, products: list[str]) -> None:
     check(case, FOUR, fresh_store, products)

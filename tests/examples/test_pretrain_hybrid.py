@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from accel.testing.distributed import launch, under_torchrun
+from tests.tiers import cases
 
 pytestmark = pytest.mark.skipif(under_torchrun(), reason="launches its own ranks")
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_hybrid.py"
@@ -50,13 +51,13 @@ def expected(checkpoint: list[str]) -> np.ndarray:
     return losses(pretrain(1, checkpoint))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases(LAYOUTS, "tp2_sp cp2 pp2_zb_h1"))
 def test_ranks_lose_what_one_does(layout: str, checkpoint: list[str], expected: np.ndarray) -> None:
     found = losses(pretrain(2, [*checkpoint, *LAYOUTS[layout].split()]))
     np.testing.assert_allclose(found, expected, rtol=RELATIVE_TOLERANCE)
 
 
-@pytest.mark.parametrize("features", ONE_RANK)
+@pytest.mark.parametrize("features", cases(ONE_RANK, "max budget"))
 def test_features_change_nothing(
     features: str, checkpoint: list[str], expected: np.ndarray
 ) -> None:
