@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from accel.testing.distributed import launch, under_torchrun
+from tests.tiers import cases
 
 from .test_resume import check_resumption, numbers
 from .training import MODEL, SCRIPT
@@ -45,13 +46,13 @@ def test_sharded_gradients_are_clipped_like_whole_ones() -> None:
                 assert float(number) == pytest.approx(float(other), abs=1.01 * unit), flags
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", cases(["fp32", "bf16"], "bf16"))
 def test_a_resumed_run_is_the_uninterrupted_one(precision: str, tmp_path: Path) -> None:
     flags = [*TORCHS.split(), "--no-gradient-accumulation-fusion"]
     check_resumption(2, [*flags, *["--bf16"] * (precision == "bf16")], tmp_path)
 
 
-@pytest.mark.parametrize("sharded", ["first", "then"])
+@pytest.mark.parametrize("sharded", cases(["first", "then"], "first"))
 def test_checkpoints_load_with_whole_parameters_and_theirs_with_sharded_ones(
     sharded: str, tmp_path: Path
 ) -> None:

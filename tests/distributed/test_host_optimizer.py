@@ -85,7 +85,7 @@ def test_four_ranks_with_shared_weights_train_as_stock(
     assert stepped, "states were on the device"
 
 
-@pytest.mark.parametrize("case", cases(CASES, "sharded_pp2_to_dp2"))
+@pytest.mark.parametrize("case", cases(CASES, "sharded_torch"))
 @pytest.mark.distributed(world_size=2)
 def test_each_goes_on_from_the_others_checkpoint(case: str, fresh_store: FreshStore) -> None:
     check_checkpoints(case, *CHECKPOINTS[case], HALF, STOCK, fresh_store)

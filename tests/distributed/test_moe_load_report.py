@@ -14,6 +14,7 @@ import torch.distributed as dist
 from accel.parallel.experts import overlap
 from accel.parallel.experts.load import LayerLoad
 from accel.patches import moe_load_report
+from tests.tiers import cases
 
 from .against_stock import FreshStore
 from .test_resume import numbers
@@ -39,7 +40,7 @@ ROWS = 8 * 64 * 2
 """Of a layer: sequences of an iteration, tokens of each, experts of each token."""
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases(LAYOUTS, "ep2_capacity pp2_recompute"))
 @pytest.mark.distributed(world_size=2)
 def test_counts_each_row_once_and_changes_nothing(
     layout: str, fresh_store: FreshStore, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ FLAGS = """
 """.split()
 
 
-@pytest.mark.parametrize("aware_first", [True, False])
+@pytest.mark.parametrize("aware_first", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_each_goes_on_from_the_others_checkpoint(aware_first: bool, tmp_path: Path) -> None:
     one, other = (AWARE, []) if aware_first else ([], AWARE)
     check_resumption(2, FLAGS, tmp_path, first=one, then=other)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from accel.testing.distributed import launch, under_torchrun
+from tests.tiers import cases
 
 from .training import MODEL, SCRIPT
 
@@ -33,7 +34,7 @@ SKIPS = """
 """.split()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, "one_rank_dropout dp2_distributed_optimizer_bf16"))
 def test_resumed_run_equals_the_uninterrupted_one(case: str, tmp_path: Path) -> None:
     ranks, flags = CASES[case]
     check_resumption(ranks, flags.split(), tmp_path)

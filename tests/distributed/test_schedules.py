@@ -154,7 +154,7 @@ def test_weights_and_moments_are_stocks(
     assert ran
 
 
-@pytest.mark.parametrize("name", cases(V, "zb-v dualpipev"))
+@pytest.mark.parametrize("name", cases(V, "dualpipev"))
 @pytest.mark.distributed(world_size=2)
 def test_a_v_trains_as_stocks_interleaving(
     name: str, fresh_store: FreshStore, ran: list[str]

@@ -169,6 +169,7 @@ def test_two_ranks(check: str, without_gloo: Callable[[], None]) -> None:
     CHECKS[check](without_gloo)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.distributed(world_size=3)
 def test_three_ranks(check: str, without_gloo: Callable[[], None]) -> None:

@@ -59,7 +59,7 @@ def test_trains_as_stock(layout: str, fresh_store: FreshStore) -> None:
     check_training(*LAYOUTS[layout], SHARED, STOCK, fresh_store)
 
 
-@pytest.mark.parametrize("case", cases(CHECKPOINTS, "plain_tp2_to_pp2 sharded_torch"))
+@pytest.mark.parametrize("case", cases(CHECKPOINTS, "sharded_pp2_to_dp2"))
 @pytest.mark.distributed(world_size=2)
 def test_each_goes_on_from_the_others_checkpoint(case: str, fresh_store: FreshStore) -> None:
     check_checkpoints(case, *CHECKPOINTS[case], SHARED, STOCK, fresh_store)

@@ -39,7 +39,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("first", ["local", "te"])
 @pytest.mark.parametrize(
     "layout",
-    cases(LAYOUTS, "one_rank_bf16_files_of_ranks tp2_sp_distributed_optimizer pp2_moe_grouped"),
+    cases(LAYOUTS, "one_rank_bf16_files_of_ranks tp2_sp_distributed_optimizer"),
 )
 def test_each_spec_goes_on_from_the_others_checkpoint(
     layout: str, first: str, tmp_path: Path

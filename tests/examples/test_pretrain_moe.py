@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from accel.testing.distributed import launch
+from tests.tiers import cases
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_moe.py"
 ITERATIONS = 10
@@ -61,7 +62,7 @@ def test_learns(one_rank: OneRank) -> None:
     assert_learns(one_rank.losses)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases(LAYOUTS, "tp2_sp_ep2"))
 def test_two_ranks_train_like_one(one_rank: OneRank, layout: str) -> None:
     found = losses(pretrain(2, [*one_rank.flags, *LAYOUTS[layout].split()]))
     expected = one_rank.losses
