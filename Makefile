@@ -1,4 +1,5 @@
-# make demo | make test | make test-all | make check | make bench | make docs | make asan | make test-megatron | make test-recipes
+# make demo | make test | make test-all | make check | make bench | make docs | make asan
+# make test-megatron | make test-recipes
 # Each does all its own set-up through make setup.
 # make gpu-wheels, then make gpu on a machine with a GPU, which needs neither setup nor network.
 PYTHON ?= $(shell command -v python3.12 || command -v python3)

@@ -171,7 +171,7 @@ def _forget_megatron() -> None:
 @functools.cache
 def _pass_modules_by() -> None:
     """What the first run has imported stays, and is most of what there is: to look at it after every run took
-    as long as a run of a few iterations."""
+    half of a run of four iterations."""
     gc.collect()
     gc.freeze()
 

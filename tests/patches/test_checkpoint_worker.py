@@ -17,7 +17,6 @@ from accel.patches import checkpoint_worker
 from accel.patching import Applied
 from accel.session import SESSION
 from accel.upstream import SUPPORTED_MEGATRON
-from tests.tiers import cases
 from tests.versions import installed, output_with
 
 SECONDS = 600
@@ -104,7 +103,7 @@ def run(version: str, program: str, folder: Path, monkeypatch: pytest.MonkeyPatc
     output_with(version, f"import runpy; runpy.run_path({os.fspath(file)!r}, run_name='__main__')")
 
 
-@pytest.mark.parametrize("version", cases(SUPPORTED_MEGATRON, "0.17.1 0.19.2"))
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
 def test_a_worker_of_a_program_that_enables_accel_in_a_function_writes(
     version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from accel.feature import Context
 from accel.patches import gated_delta_net
 from accel.upstream import SUPPORTED_MEGATRON
-from tests.tiers import cases
 from tests.versions import run_on
 
 from .test_fused_adamw import one_rank
@@ -76,7 +75,7 @@ def check_upstreams_own_path() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("version", cases(SUPPORTED_MEGATRON, "0.17.1 0.19.2"))
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
 def test_the_numbers_of_upstreams_own_path(version: str) -> None:
     run_on(version, check_upstreams_own_path)
 

@@ -132,9 +132,12 @@ class TestRmsNorm(OnLiger, OnTriton, test_rms_norm.TestRmsNorm):
     def test_matches_reference(self, shape, dtypes, zero_centered):
         self.check(self.norm_inputs(shape, dtypes, zero_centered=zero_centered))
 
-    def test_many_heads_have_another_kernel(self):
-        """In one dtype: the interpreter takes half a minute for so many rows."""
-        self.check(self.norm_inputs((32771, 64), DTYPES[1]))
+    @pytest.mark.parametrize(
+        "dtypes", [pytest.param(DTYPES[0], marks=pytest.mark.thorough), DTYPES[1]], ids=str
+    )
+    def test_many_heads_have_another_kernel(self, dtypes):
+        """The interpreter takes half a minute for so many rows."""
+        self.check(self.norm_inputs((32771, 64), dtypes))
 
 
 class TestAddRmsNorm(OnLiger, OnTriton, test_add_rms_norm.TestAddRmsNorm):
