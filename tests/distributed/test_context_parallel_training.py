@@ -61,7 +61,7 @@ def check(kind: str, flags: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", cases(TWO_RANKS, "ring each_layer_its_own_te moe_ep2 documents_by_heads")
+    "layout", cases(TWO_RANKS, "ring each_layer_its_own_te documents_by_heads")
 )
 @pytest.mark.distributed(world_size=2)
 def test_trains_like_one_rank(layout: str) -> None:

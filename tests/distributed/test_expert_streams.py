@@ -85,7 +85,7 @@ def trained(
     return [*found, *map(of, (*weights[0], *weights[1])), shared.weight.grad]
 
 
-@pytest.mark.parametrize("into_main_grad", [False, True])
+@pytest.mark.parametrize("into_main_grad", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("kind", KINDS)
 @on_2_ranks
 def test_everything_is_in_order(

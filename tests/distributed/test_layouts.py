@@ -98,7 +98,8 @@ LAYOUTS = {
     cases(
         LAYOUTS,
         "tp2_sp pp2_vpp2 dp2_distributed_optimizer tp2_sp_linear_cross_entropy dp2_local_swap"
-        " dp2_local_budget cp2_a2a cp2_gated_delta tp2_sp_moe_grouped tp2_ep2_allgather ep2_alltoall_fused",
+        " dp2_local_budget cp2_a2a cp2_ep2 cp2_gated_delta tp2_sp_moe_grouped tp2_ep2_allgather"
+        " ep2_alltoall_fused",
     ),
 )
 @pytest.mark.distributed(world_size=2)

@@ -68,7 +68,11 @@ def test_the_demo_has_the_same_losses_in_both_specs(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("fusion", [[], ["--no-gradient-accumulation-fusion"]], ids=["", "unfused"])
+@pytest.mark.parametrize(
+    "fusion",
+    [[], pytest.param(["--no-gradient-accumulation-fusion"], marks=pytest.mark.thorough)],
+    ids=["", "unfused"],
+)
 def test_overlapped_and_delayed_steps_are_the_plain_ones(fusion: list[str]) -> None:
     plain = [
         *[str(SCRIPT), *MODEL, *MOE, *TE, *fusion, "--bf16", "--train-iters", "5"],
