@@ -1,5 +1,5 @@
 """Collectives of two ranks: through shared memory (`host_shared_memory_collectives`) beside gloo, and gloo
-with and without `host_batch_scheduling`.
+with and without `host_batch_scheduling` and `host_shared_gloo_device`.
 
 Memory      Two ranks on this host, each of one thread. A case is called `CALLS` times between two barriers,
             on one side after the other, round after round; rank 0's time of one call counts, and the median
@@ -9,8 +9,12 @@ Memory      Two ranks on this host, each of one thread. A case is called `CALLS`
             compared: more ranks than two, which share these cores with the gloo threads of both.
 Scheduling  Two hosts of the lab (benchmarks/lab), each of one core, at full speed. Both sides are gloo's
             all-reduce, ours with threads of gloo's that do not interrupt.
+Groups      As many as Megatron makes with pipeline and tensor parallelism, on this host: what a rank's CPU
+            does for them in a second in which nothing travels, and how long it takes to make and end them;
+            ours on the default group's device.
 """
 
+import contextlib
 import json
 import os
 import statistics
@@ -23,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from accel.device.cpu import shared_memory
+from accel.patches import host_shared_gloo_device
 from accel.testing import bench
 from accel.testing.bench import OURS, row
 from benchmarks.lab.link import hosts_of
@@ -31,6 +36,8 @@ NAME = "host_collectives"
 RANKS, CALLS = 2, 20
 SIZES_KIB = (8, 384, 8192)
 GLOO, COPY = "gloo", "copy"
+
+GROUPS = 40
 
 Sides = dict[str, Callable[[], object]]
 
@@ -102,6 +109,35 @@ def seconds_per_call(sides: Sides, num_rounds: int) -> dict[str, float]:
     return {side: statistics.median(values) for side, values in found.items()}
 
 
+def group_rows(num_rounds: int) -> list[dict]:
+    ways = {OURS: host_shared_gloo_device.devices_of_new_group, GLOO: contextlib.nullcontext}
+    idle: dict[str, list[float]] = {side: [] for side in ways}
+    made: dict[str, list[float]] = {side: [] for side in ways}
+    for _ in range(num_rounds):
+        for side, way in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            with way():
+                groups = [dist.new_group() for _ in range(GROUPS)]
+            seconds = time.perf_counter() - start
+            busy = time.process_time()
+            time.sleep(1)
+            idle[side].append(time.process_time() - busy)
+            dist.barrier()
+            start = time.perf_counter()
+            while groups:  # a group that is still held ends when nobody holds it
+                dist.destroy_process_group(groups.pop())
+            made[side].append(seconds + time.perf_counter() - start)
+    method = f"median of {num_rounds} rounds, sides in turn; {RANKS} ranks on this host"
+    return [
+        row(name, metric, "ms", {side: 1e3 * statistics.median(of[side]) for side in ways}, method)
+        for name, metric, of in (
+            (f"{GROUPS} groups that wait, host_shared_gloo_device", "CPU time of a second", idle),
+            (f"{GROUPS} groups made and ended, host_shared_gloo_device", "time", made),
+        )
+    ]
+
+
 def rank_main(quick: bool) -> None:
     """Prints the rows, on rank 0, as one line of JSON."""
     dist.init_process_group("gloo")
@@ -121,6 +157,7 @@ def rank_main(quick: bool) -> None:
         times = {side: 1e3 * value for side, value in seconds_per_call(sides, num_rounds).items()}
         limit = times.pop(COPY, None)
         rows.append(row(name, "time", "ms", times, method, limit=limit))
+    rows += group_rows(num_rounds)
     if dist.get_rank() == 0:
         print(json.dumps(rows))
     dist.destroy_process_group()

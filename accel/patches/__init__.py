@@ -41,6 +41,7 @@ from accel.patches import (
     host_bf16_gemm,
     host_half_collectives,
     host_optimizer,
+    host_shared_gloo_device,
     host_shared_memory_collectives,
     hot_experts,
     inplace_activation_grad,
@@ -156,4 +157,5 @@ FEATURES: tuple[Feature, ...] = (
     host_half_collectives.FEATURE,
     host_shared_memory_collectives.FEATURE,
     host_batch_scheduling.FEATURE,
+    host_shared_gloo_device.FEATURE,
 )

@@ -79,6 +79,12 @@ def starting_threads() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
+def devices_of_new_group() -> contextlib.AbstractContextManager[None]:
+    """Around what makes a group beside the default one. Nothing: each has a gloo device of its own; with the
+    feature ``host_shared_gloo_device`` they have the default group's."""
+    return contextlib.nullcontext()
+
+
 def _exchange_and_sum(output: torch.Tensor, input: torch.Tensor, group: Any) -> UnevenWork:
     """reduce-scatter: every rank gets all operands of its own shard, sums in fp32 in the order of
     ranks, and rounds once."""
@@ -129,7 +135,7 @@ def new_group(original: Callable[..., Any]) -> Callable[..., Any]:
         kwargs.pop("pg_options", None)
         kwargs.pop("device_id", None)
         _let_threads_end_at_exit()  # the default group may be older than this
-        with starting_threads():
+        with starting_threads(), devices_of_new_group():
             return original(*args, **kwargs)
 
     return new_group_on_gloo
