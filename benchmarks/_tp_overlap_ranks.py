@@ -28,6 +28,7 @@ from benchmarks.tp_overlap import (
     AUTO,
     COLLECTIVES,
     COMPUTATION,
+    IN_PIECES,
     NUMBERS,
     PRODUCTS,
     RANKS,
@@ -163,6 +164,8 @@ def layers(quick: bool, rounds: int = 3, shape: tuple[int, int, int] = SHAPE) ->
         numbers = NUMBERS[1:2] if quick else NUMBERS
         for form, number in [*itertools.product(FORMS[:1], numbers), (FORMS[1], NUMBERS[1])]:
             sides[f"accel, {form} of {number}"] = layer(Overlap(number, form))
+        if direction == "row, backward":
+            sides[IN_PIECES] = layer(Overlap(sums_in_pieces=True))
         scheduled = {side: Scheduled(call) for side, call in sides.items()}
         directions[direction] = in_turn(scheduled, rounds)
         chose[direction] = told(auto)

@@ -5,8 +5,9 @@ Layers   One column-parallel and one row-parallel layer with sequence parallelis
          `parallel_linear`. The rate is chosen so that a forward's transfer
          takes 0.25, 0.5, 1 and 2 times its products. Measured in turn: the products alone, the collectives
          alone, one after the other (serial), Megatron's way, which hides a column layer's backward, and ours:
-         `auto`, the flag's default, and some numbers of pieces. Hidden share: (serial - side) / min(products,
-         collectives) of each round, and the median of these. The collectives are gloo's: it is above 1 where
+         `auto`, the flag's default, some numbers of pieces, and of a row layer's backward `auto` with dW in
+         pieces. Hidden share: (serial - side) / min(products, collectives) of each round, and the median of
+         these. The collectives are gloo's: it is above 1 where
          a side's own transfers take less time than these, which `serial` has in full. All sides are with
          host_batch_scheduling. The rate is one for all directions, of which gloo's collectives take other
          shares (its reduce-scatter sends as much as an all-reduce): each case says what these, alone, took of
@@ -46,6 +47,8 @@ STOCK, SERIAL = "Megatron", "one after the other"
 PRODUCTS, COLLECTIVES = "products alone", "collectives alone"
 COMPUTATION = "computation alone"
 AUTO = "accel, auto"
+IN_PIECES = "accel, auto, dW in pieces"
+"""With `--accel-tp-overlap-wgrad pieces`, of which only a row layer's backward differs."""
 ALONE = "tp_overlap alone"
 """`auto`, without host_batch_scheduling."""
 SCHEDULED_TOO = "with host_batch_scheduling"
@@ -72,9 +75,9 @@ def ratios(one: Sequence[float], other: Sequence[float]) -> list[float]:
 
 
 def quickest(took: Mapping[str, float], otherwise: str = "") -> str:
-    """Of accel's ways with a number of pieces that is given; `otherwise`: there is none."""
-    numbered = (side for side in took if side.startswith(OURS) and side != AUTO)
-    return min(numbered, key=took.__getitem__, default=otherwise)
+    """Of accel's settings beside `auto`; `otherwise`: there is none."""
+    others = (side for side in took if side.startswith(OURS) and side != AUTO)
+    return min(others, key=took.__getitem__, default=otherwise)
 
 
 def ours_first(values: Mapping[str, float], best: str) -> dict[str, float]:

@@ -15,9 +15,10 @@ TEXT = """{generated}
 With sequence parallelism a column-parallel layer multiplies its own rows while those of the other ranks are
 on their way, and theirs as they come; a row-parallel layer multiplies the rows of others first, sends each
 piece as it is done, and its own rows last. In the backward pass of a row-parallel layer the gradient comes in
-the same way. What Megatron hides already stays: in a column-parallel layer's backward pass the second gather
-of the input goes on beside the product for the input, and the reduction of that beside the product for the
-weights.
+the same way, beside the product for the input; with `--accel-tp-overlap-wgrad pieces` that for the weights is
+added up piece by piece too, which hides more of a slow link and rounds otherwise. In a
+column-parallel layer's the second gather of the input goes on beside the product for the input, as Megatron has it; what is
+reduced of that product leaves piece by piece, and goes on beside the product for the weights.
 
 A piece of a ring leaves as soon as it is there. What nothing hides is the product of the last piece that
 comes, or of the first that leaves, so these are small: where products take as long as transfers, two ranks

@@ -13,6 +13,8 @@ Collectives with sequence parallelism `gather` is an all-gather and `reduce` a r
 Overlap     where `accel.parallel.overlap` says so, collectives run in pieces beside the product that they
             belong to: the gather of x, the reduction of x W^T, the gather of dy in a row layer, and the
             reduction of dx, which then begins before dx is whole, and goes on beside dW if that is formed.
+            A row layer's dW is formed of the gathered dy, or, if it is asked for, added up as dy comes:
+            that hides more where dy takes longer than dx, and rounds after each piece.
 Dtypes      x, W, b: one dtype; under autocast any, and they are cast to its own. dW: that of W.
             `main_grad`: float32, or the dtype of x.
 Twice       of a layer that is not split and returns its weight gradient; else what collectives and
@@ -289,7 +291,17 @@ class _OverlappedRow(torch.autograd.Function):
         weight = weight.to(dy.dtype) if layout.cast else weight
         needs_x, needs_weight, _ = ctx.needs_input_grad
         dx = dw = None
-        plan = _plan("gather", dy, weight, layout) if needs_x else None
+        in_pieces = needs_x and needs_weight and _is_summed_in_pieces(ctx.weight, layout)
+        plan = None
+        if needs_x:
+            beside = partial(_row_trial, ctx.weight, dy, weight, x, layout) if in_pieces else None
+            held = partial(_row_held, ctx.weight, dy, x, layout)
+            plan = _plan("gather", dy, weight, layout, beside, held)
+        if plan is not None and in_pieces:
+            assert layout.group is not None
+            gradient = _InPieces(ctx.weight, x, layout)
+            dx, _ = gather_matmul(dy, weight, layout.group, plan, each=gradient.add)
+            return dx, gradient.result(), None
         if plan is not None:
             assert layout.group is not None
             dx, whole = gather_matmul(dy, weight, layout.group, plan, keep=needs_weight)
@@ -304,6 +316,79 @@ class _OverlappedRow(torch.autograd.Function):
         elif needs_weight and not _put_off(ctx.weight, dy, x, layout):
             dw = _weight_gradient(ctx.weight, dy.reshape(-1, dy.shape[-1]), x, layout)
         return dx, dw, None
+
+
+class _InPieces:
+    """The weight gradient of a row layer, added up in fp32 as the rows of dy come."""
+
+    def __init__(self, weight: Any, x: Tensor, layout: Layout, into: Tensor | None = None) -> None:
+        assert layout.group is not None
+        self._weight, self._layout = weight, layout
+        ranks, features = layout.group.size(), x.shape[-1]
+        self._x = x.reshape(ranks, x.numel() // (ranks * features), features)
+        if into is None and layout.into_main_grad:
+            into = main_grad_of(weight)
+        self._sum = _zeros_of(weight) if into is None else into
+
+    def add(self, dy_TN: Tensor, owner: int, piece: slice) -> None:
+        with torch.no_grad():
+            _accumulate(self._sum, dy_TN, self._x[owner, piece])
+
+    def result(self) -> Tensor | None:
+        if self._layout.into_main_grad:
+            return weight_gradient_added(self._weight)
+        return self._sum.to(self._weight.dtype)
+
+
+def _zeros_of(weight: Tensor) -> Tensor:
+    return torch.zeros_like(weight, dtype=torch.float32)
+
+
+def _is_summed_in_pieces(weight: Any, layout: Layout) -> bool:
+    """As asked for, where the gradient is formed here, now, and in fp32."""
+    asked = overlap.current()
+    if asked is None or not asked.sums_in_pieces or not layout.sequence_parallel:
+        return False
+    if (
+        layout.delayed is not None
+        or layout.taken is not None
+        or split_backward.current() is not None
+    ):
+        return False
+    return not layout.into_main_grad or main_grad_of(weight).dtype == torch.float32
+
+
+def _row_held(weight: Any, dy: Tensor, x: Tensor, layout: Layout) -> int:
+    """Bytes that `_row_trial` takes: the whole dy, dx, and a gradient of the weight."""
+    assert layout.group is not None
+    return dy.nbytes * layout.group.size() + x.nbytes + 4 * weight.numel()
+
+
+def _row_trial(weight: Any, dy: Tensor, w: Tensor, x: Tensor, layout: Layout) -> overlap.Beside:
+    """The backward pass of a row layer, whose weight gradient, summed in pieces by a plan, nobody gets.
+
+    Args:
+        weight: the parameter.
+        w: it, in the dtype of dy.
+    """
+    assert layout.group is not None
+    group, into = layout.group, _zeros_of(weight)
+    gradient = _InPieces(weight, x, layout, into)
+
+    def form(dy: Tensor) -> None:
+        _accumulate(into, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
+
+    def run(plan: Plan | None) -> None:
+        if plan is not None:
+            gather_matmul(dy, w, group, plan, each=gradient.add)
+        else:
+            whole, _ = gather_rows(dy, group)
+            whole.matmul(w)
+            form(whole)
+
+    return overlap.Beside(
+        gather=lambda: None, product=partial(form, gather_rows(dy, group)[0]), run=run
+    )
 
 
 class _Reduce(torch.autograd.Function):
@@ -354,7 +439,9 @@ def _plan(
         return None
     assert layout.group is not None
     if kind == "gather":
-        return asked.plan("gather", x, w, layout.group) if layout.sequence_parallel else None
+        if not layout.sequence_parallel:
+            return None
+        return asked.plan("gather", x, w, layout.group, beside, held)
     if not layout.sequence_parallel:
         return asked.plan("all_reduce", x, w, layout.group, beside, held)
     if x.shape[0] % layout.group.size():

@@ -13,7 +13,8 @@
 
     y = gather_matmul(x, w, group, plan)        where `current()` gives a plan for it
 
-What hides the reduction of a backward pass (`Beside`) counts: the pass is then what runs side by side.
+What hides the reduction of a backward pass, or a gather that sums a weight gradient as it comes (`Beside`),
+counts: the pass is then what runs side by side.
 Shapes are told apart up to the next power of two of their rows. Measuring a new one takes some sixty
 times what it takes itself, once.
 """
@@ -61,12 +62,12 @@ _MOST = 0.97
 
 @dataclass(frozen=True)
 class Beside:
-    """The backward pass of a product whose reduction runs beside the weight gradient."""
+    """The backward pass of a product whose reduction, or whose gather, runs beside the weight gradient."""
 
     gather: Callable[[], object]
     """What travels from its beginning on, for the weight gradient."""
     product: Callable[[], object]
-    """The weight gradient, after that and the product."""
+    """The weight gradient, after that and the product; of a gather that of each piece after its product."""
     run: Callable[[Plan | None], object]
     """All of it, by a plan or the plain way; nobody's gradient changes."""
 
@@ -78,9 +79,13 @@ class Overlap:
         chunks: of every product, 1 for none at all; None: chosen for each by its times.
         form: of every product; None: ring where chunks are given, else chosen too. Symmetric, where chunks
             are not given: tried beside the others.
+        sums_in_pieces: a weight gradient of rows that are gathered is summed as they come.
     """
 
-    def __init__(self, chunks: int | None = None, form: Form | None = None) -> None:
+    def __init__(
+        self, chunks: int | None = None, form: Form | None = None, *, sums_in_pieces: bool = False
+    ) -> None:
+        self.sums_in_pieces = sums_in_pieces
         self.fixed = None if chunks is None else Plan(chunks, form or "ring")
         self._form = form
         self._symmetric = form == SYMMETRIC
@@ -162,7 +167,8 @@ class Times:
     gather: float = 0.0
     """Of what travels from the beginning on, before what is reduced."""
     beside: float = 0.0
-    """Of what is computed after that and the product, while the rest is reduced."""
+    """Of what is computed after that and the product, while the rest is reduced; or with each piece of a
+    gather, of them all."""
 
     def multiply(self, rows: int) -> float:
         """Linear between the numbers of rows that were measured."""
@@ -180,8 +186,11 @@ class Times:
 def predict(kind: Kind, ranks: int, plan: Plan, times: Times) -> float:
     """Seconds of a product that overlaps: one lane computes, one transfers, both in order."""
     sizes = [piece.stop - piece.start for piece in pieces_of(times.rows, kind, plan)]
-    own = times.multiply(times.rows)
-    pieces = [(times.multiply(size), times.transfer(plan.form, size)) for size in sizes]
+    with_each = times.beside / (ranks * times.rows) if kind == "gather" else 0.0
+    own = times.multiply(times.rows) + with_each * times.rows
+    pieces = [
+        (times.multiply(size) + with_each * size, times.transfer(plan.form, size)) for size in sizes
+    ]
     if plan.form == "collective":
         return _collective(kind, ranks, own, pieces, times)
     computed, link = 0.0, times.gather
@@ -319,6 +328,8 @@ def _in_order(kind: Kind, ranks: int, times: Times) -> float:
     """Seconds of the plain way."""
     _, collective = times.transfers["collective"]
     computed = times.product[times.rows] * (1 if kind == "all_reduce" else ranks)
+    if kind == "gather":
+        return collective + computed + times.beside
     ready = max(times.gather, computed)
     return ready + max(collective, times.beside)
 

@@ -107,20 +107,32 @@ def pieces_of(rows: int, kind: Kind, plan: Plan) -> list[slice]:
 
 
 def gather_matmul(
-    x: Tensor, w: Tensor, group: dist.ProcessGroup, plan: Plan, *, keep: bool = False
+    x: Tensor,
+    w: Tensor,
+    group: dist.ProcessGroup,
+    plan: Plan,
+    *,
+    keep: bool = False,
+    each: Callable[[Tensor, int, slice], None] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`gather(x) w`.
 
     Args:
         x: `[S, ..., K]` of this rank; as much on every rank.
         keep: also return `gather(x)`.
+        each: gets the rows of `x` too, once they are multiplied, as they come: `[T', K]`, their rank, and
+            which of its T they are. Symmetric: a rank's rows after another's, when all have come.
 
     Returns:
         `[R S, ..., N]`, one rank after the other, and `[R S, ..., K]` or None.
     """
-    if plan.form == SYMMETRIC and x.numel():
-        return symmetric_memory.gather_matmul(x, w, group, keep=keep)
     ranks = group.size()
+    if plan.form == SYMMETRIC and x.numel():
+        y, whole = symmetric_memory.gather_matmul(x, w, group, keep=keep or each is not None)
+        if each is not None and whole is not None:
+            for owner, rows in enumerate(whole.view(ranks, -1, x.shape[-1])):
+                each(rows, owner, slice(None))
+        return y, whole if keep else None
     own = _rows(x)
     lead = (ranks * x.shape[0], *x.shape[1:-1])
     whole = x.new_empty((*lead, x.shape[-1])) if keep else None
@@ -132,6 +144,8 @@ def gather_matmul(
         own, kept, group, pieces
     ):
         torch.mm(rows, w, out=ys[owner, piece])
+        if each is not None:
+            each(rows, owner, piece)
     return y, whole
 
 

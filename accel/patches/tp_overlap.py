@@ -22,6 +22,11 @@ sequence parallelism: with a number above 1 the way of every product, whichever 
 that is tried, if it has the plain way's bits or no other has. Not yet run on two GPUs, so only by name;
 PyTorch's kernels wait without a time-out for a rank that is gone.
 
+``--accel-tp-overlap-wgrad pieces`` sums a row-parallel layer's weight gradient in fp32 while the output's
+gradient comes. By default (``whole``) it is one product of all rows, with stock's bits, and only the product
+for the input's gradient hides what comes; pieces hide more where transfers take longer than that product, and
+round after each.
+
 With and without sequence parallelism (without it, slices are all-reduced), both specs,
 frozen weights, recomputation, pipelines, delayed weight gradients, ``--defer-embedding-wgrad-compute``, any
 number of rows. On two ranks the results are stock's, bit for bit, where the product of some rows has the bits
@@ -44,6 +49,7 @@ from accel.patches import _linear
 from accel.upstream import SUPPORTED_RANGE, te_installed
 
 _AUTO = "auto"
+WHOLE, PIECES = "whole", "pieces"
 
 
 def parse_chunks(given: Any) -> int | None:
@@ -66,6 +72,13 @@ def parse_form(given: Any) -> Form:
     raise ValueError(f"{given!r}: use {', '.join(FORMS)} or {SYMMETRIC}")
 
 
+def parse_wgrad(given: Any) -> bool:
+    """Whether weight gradients are summed in pieces."""
+    if given in (WHOLE, PIECES):
+        return given == PIECES
+    raise ValueError(f"{given!r}: use {WHOLE} or {PIECES}")
+
+
 def refused(context: Context) -> str | None:
     """Why products cannot overlap."""
     args = context.args
@@ -82,8 +95,11 @@ def idle(context: Context) -> str | None:
     return "there is one tensor-parallel rank" if ranks == 1 else None
 
 
-def switch_on(chunks: int | None = None, form: Form | None = None) -> Callable[[], None]:
-    undo = [_linear.switch_on(), overlap.switch_on(overlap.Overlap(chunks, form))]
+def switch_on(
+    chunks: int | None = None, form: Form | None = None, wgrad: bool = False
+) -> Callable[[], None]:
+    chosen = overlap.Overlap(chunks, form, sums_in_pieces=wgrad)
+    undo = [_linear.switch_on(), overlap.switch_on(chosen)]
 
     def off() -> None:
         while undo:
@@ -113,6 +129,12 @@ FEATURE = Feature(
             metavar="FORM",
             summary=f"how they travel: {' or '.join(FORMS)}; or {SYMMETRIC}",
             parse=parse_form,
+        ),
+        Setting(
+            name="wgrad",
+            metavar="HOW",
+            summary=f"row layers' weight gradients: {WHOLE}, or in {PIECES} as gradients come",
+            parse=parse_wgrad,
         ),
     ),
     switch_on=switch_on,

@@ -722,6 +722,141 @@ def test_auto_takes_the_quickest_of_those_that_it_tries(
     assert everybodys == [expected, expected]
 
 
+def check_sums_in_pieces(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row layer's weight gradient in pieces; all else has the same bits."""
+    added: list[int] = []
+    add = linear._InPieces.add
+
+    def noted(self: Any, dy: Tensor, owner: int, piece: slice) -> None:
+        added.append(len(dy))
+        add(self, dy, owner, piece)
+
+    monkeypatch.setattr(linear._InPieces, "add", noted)
+    ranks = dist.get_world_size()
+    for shape, dtype, into_main_grad in itertools.product(SHAPES, DTYPES, (False, True)):
+        layer = Layer("row", True, shape, dtype)
+        layout = Layout("row", dist.group.WORLD, True, into_main_grad=into_main_grad)
+        found = []
+        for in_pieces in (False, True):
+            added.clear()
+            x, weight = (t.clone().requires_grad_() for t in (layer.x, layer.w))
+            weight.main_grad = torch.ones(OUT, IN)  # type: ignore[attr-defined]
+            weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            with overlapping(Overlap(3, form, sums_in_pieces=in_pieces)):
+                y = parallel_linear(x, weight, None, layout)
+                (y * 2).backward(layer.dy)
+            rows = ranks * torch.Size(shape).numel()
+            assert sum(added) == (rows if in_pieces else 0)
+            assert weight.grad_added_to_main_grad == into_main_grad  # type: ignore[attr-defined]
+            dw = weight.main_grad - 1 if into_main_grad else weight.grad  # type: ignore[attr-defined]
+            assert dw is not None
+            assert dw.dtype == (torch.float32 if into_main_grad else dtype)
+            found.append((y.detach(), x.grad, dw))
+        (y, dx, dw), (other_y, other_dx, other_dw) = found
+        assert torch.equal(y, other_y)
+        assert_same(other_dx, dx, True, 0)
+        assert_same(other_dw, dw, False, 4 * max(rows, 1))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.distributed(world_size=2)
+def test_a_weight_gradient_is_summed_in_pieces(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_sums_in_pieces(form, monkeypatch)
+
+
+@pytest.mark.distributed(world_size=4)
+def test_four_ranks_sum_a_weight_gradient_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_sums_in_pieces("ring", monkeypatch)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_pieces_of_a_weight_gradient_are_summed_while_others_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[str] = []
+    add, received = linear._InPieces.add, overlapped_linear.Transfer.wait_received
+
+    def noted(self: Any, *args: Any) -> None:
+        events.append("added")
+        add(self, *args)
+
+    def waited(self: Any) -> None:
+        events.append("received")
+        received(self)
+
+    monkeypatch.setattr(linear._InPieces, "add", noted)
+    monkeypatch.setattr(overlapped_linear.Transfer, "wait_received", waited)
+    layer = Layer("row", True, (6, 2), torch.float32)
+    with overlapping(Overlap(2, sums_in_pieces=True)):
+        x, weight = (t.clone().requires_grad_() for t in (layer.x, layer.w))
+        y = parallel_linear(x, weight, None, layer.layout)
+        events.clear()
+        y.backward(layer.dy)
+    assert events == ["added", "received", "added", "received", "added"]
+
+
+@pytest.mark.distributed(world_size=2)
+def test_a_weight_gradient_that_is_formed_later_or_not_in_fp32_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = Layer("row", True, (6, 2), torch.bfloat16)
+    with overlapping(Overlap(3)):
+        _, (dx, dw, _) = layer.step()
+    assert dw is not None
+    monkeypatch.setattr(linear._InPieces, "add", pytest.fail)
+    with overlapping(Overlap(3, sums_in_pieces=True)):
+        delayed = DelayedGradients()
+        _, gradients = layer.step(Layout("row", dist.group.WORLD, True, delayed=delayed))
+        assert_same(gradients[0], dx, True, 0)
+        delayed.compute_next()
+        assert torch.equal(layer.weight.grad, dw)
+        with input_part() as part:
+            layer.step()
+        part.compute()
+        assert torch.equal(layer.weight.grad, dw)
+        layer.step(Layout("row", dist.group.WORLD, True, taken=lambda dy: True))
+        layer.step(trained=(True, False, True))
+        layer.step(trained=(False, True, True))
+        assert torch.equal(layer.weight.grad, dw)
+        weight: Any = layer.w.clone().requires_grad_()
+        weight.main_grad = torch.zeros(OUT, IN, dtype=torch.bfloat16)
+        layout = Layout("row", dist.group.WORLD, True, into_main_grad=True)
+        x = layer.x.clone().requires_grad_()
+        parallel_linear(x, weight, None, layout).backward(layer.dy)
+
+
+@pytest.mark.distributed(world_size=2)
+def test_auto_measures_a_gather_with_the_weight_gradient_that_is_summed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The trials are nobody's gradient."""
+    found: list[Times] = []
+    original = overlap.predict
+
+    def noted(kind: Any, ranks: int, plan: Plan, times: Times) -> float:
+        found.append(times)
+        return original(kind, ranks, plan, times)
+
+    layer = Layer("row", True, (64, 2), torch.float32)
+    layout = Layout("row", dist.group.WORLD, True, into_main_grad=True)
+    weight: Any = layer.w.clone().requires_grad_()
+    weight.main_grad = torch.zeros(OUT, IN)
+    x = layer.x.clone().requires_grad_()
+    chosen = Overlap(sums_in_pieces=True)
+    with overlapping(chosen):
+        y = parallel_linear(x, weight, None, layout)
+        monkeypatch.setattr(overlap, "predict", noted)
+        y.backward(layer.dy)
+    assert found
+    assert all(times.beside > 0 for times in found)
+    whole_dy = gather_rows(layer.dy, layer.group)[0].flatten(0, -2)
+    assert_same(weight.main_grad, whole_dy.t() @ layer.x.flatten(0, -2), False, 256)
+    assert [(kind, alone) for kind, alone, *_ in chosen.chosen] == [
+        ("reduce_scatter", True),
+        ("gather", False),
+    ]
+
+
 @pytest.mark.distributed(world_size=2)
 def test_a_backward_pass_is_chosen_for_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """What runs beside the plain way is the pass; what is predicted knows the weight gradient."""

@@ -17,6 +17,7 @@ from .against_stock import FreshStore, check_training
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 LOCAL = "--transformer-impl local"
 THREE = ["--accel-tp-overlap", "--accel-tp-chunks", "3"]
+IN_PIECES = ["--accel-tp-overlap-wgrad", "pieces"]
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 CASES: dict[str, tuple[str, str, list[str]]] = {
@@ -27,6 +28,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "local_auto": ("dense", f"{TP2} {LOCAL}", ["--accel-tp-overlap"]),
     "te_flag_of_megatrons": ("mtp", TP2, ["--tp-comm-overlap"]),
     "local_moe": ("moe", f"{TP2} {LOCAL}", THREE),
+    "local_wgrad_in_pieces": ("dense", f"{TP2} {LOCAL}", [*THREE, *IN_PIECES]),
     "mindspeeds_names": ("dense", TP2, ["--use-ascend-coc", "--coc-parallel-num", "2"]),
 }
 AUTOMATIC = (["--accel-tp-overlap"], ["--tp-comm-overlap"])
@@ -92,9 +94,9 @@ def rows_keep_their_bits() -> bool:
 def check(case: str, cases: dict, fresh_store: FreshStore, products: list[str]) -> None:
     kind, flags, ours = cases[case]
     tolerance = 0.0
-    if not rows_keep_their_bits():
+    if ours[-2:] == IN_PIECES or not rows_keep_their_bits():
         tolerance = 0.02  # bf16 rounds to 0.4 per cent; a gradient norm of four steps is a few of these away
-        print(f"{MEASURED}within 2 %: on this CPU products of some rows differ from these of all")
+        print(f"{MEASURED}within 2 %: here products of some rows differ from these of all")
     check_training(kind, flags, ours, [], fresh_store, tolerance)
     if "--sequence-parallel" in flags:
         assert "gather_matmul" in products

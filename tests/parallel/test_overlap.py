@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.parallel.overlap import Overlap, Times, current, predict, switch_on
+from accel.parallel.overlap import Overlap, Times, _in_order, current, predict, switch_on
 from accel.parallel.overlapped_linear import FORMS, Form, Kind, Plan, pieces_of
 
 KINDS: tuple[Kind, ...] = ("gather", "reduce_scatter", "all_reduce")
@@ -97,6 +97,18 @@ def test_a_backward_pass_reduces_beside_the_weights_gradient(
     link = max(max(begins, gather * (i == 0)) + rest for i, (begins, rest) in enumerate(leaves))
     assert predict("reduce_scatter", 2, plan, times) == pytest.approx(max(computed, link))
     assert predict("reduce_scatter", 2, plan, times) >= predict("reduce_scatter", 2, plan, alone)
+
+
+@given(CHUNKS, st.sampled_from(FORMS), SECONDS, SECONDS, SECONDS)
+def test_a_gather_multiplies_twice_where_it_sums_weight_gradients(
+    chunks: int, form: Form, product: float, transfer: float, weights: float
+) -> None:
+    """As a product that takes as long as both."""
+    times = replace(linear_times(24, product, transfer), beside=2 * weights)
+    plan = Plan(chunks, form)
+    both = predict("gather", 2, plan, linear_times(24, product + weights, transfer))
+    assert predict("gather", 2, plan, times) == pytest.approx(both)
+    assert _in_order("gather", 2, times) == pytest.approx(2 * (product + weights) + transfer)
 
 
 def test_small_pieces_hide_more() -> None:

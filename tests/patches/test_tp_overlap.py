@@ -36,11 +36,23 @@ def test_an_unknown_form_is_an_error_that_names_it() -> None:
         tp_overlap.parse_form("star")
 
 
+def test_weight_gradients_are_whole_or_in_pieces() -> None:
+    assert [tp_overlap.parse_wgrad(how) for how in ("whole", "pieces")] == [False, True]
+    with pytest.raises(ValueError, match="'half': use whole or pieces"):
+        tp_overlap.parse_wgrad("half")
+
+
 def test_values_reach_the_layers_and_go_again() -> None:
     off = tp_overlap.switch_on(4, "collective")
     chosen = overlap.current()
     assert chosen is not None
     assert chosen.fixed == Plan(4, "collective")
+    assert not chosen.sums_in_pieces
+    off()
+    off = tp_overlap.switch_on(wgrad=True)
+    chosen = overlap.current()
+    assert chosen is not None
+    assert chosen.sums_in_pieces
     off()
     assert overlap.current() is None
     assert not _linear._WANTED
