@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import tempfile
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import accel
 from accel.testing.distributed import _agent_store, under_torchrun
 
 if not torch.cuda.is_available():  # Triton reads it once, at its first import
@@ -30,6 +32,17 @@ def pytest_configure(config: pytest.Config) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def megatron_behind_accel() -> None:
+    """For workers, which run many tests. On a CPU accel lets Megatron's fusers compile nothing, if it comes
+    first; a test that imports Megatron by itself would leave them to inductor in the tests after it."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or torch.cuda.is_available():
+        return
+    accel.enable(preset="off")
+    importlib.import_module("megatron.core.jit")
+    accel.disable()
 
 
 @pytest.fixture(scope="session", autouse=True)
