@@ -16,8 +16,8 @@ With sequence parallelism a column-parallel layer multiplies its own rows while 
 on their way, and theirs as they come; a row-parallel layer multiplies the rows of others first, sends each
 piece as it is done, and its own rows last. In the backward pass of a row-parallel layer the gradient comes in
 the same way, beside the product for the input; with `--accel-tp-overlap-wgrad pieces` that for the weights is
-added up piece by piece too, which hides more of a slow link and rounds otherwise. In a
-column-parallel layer's the second gather of the input goes on beside the product for the input, as Megatron has it; what is
+added up piece by piece too, which hides more of a slow link and rounds otherwise. In a column-parallel
+layer's, the second gather of the input goes on beside the product for the input, as Megatron has it; what is
 reduced of that product leaves piece by piece, and goes on beside the product for the weights.
 
 A piece of a ring leaves as soon as it is there. What nothing hides is the product of the last piece that
