@@ -9,9 +9,9 @@ Memory      Two ranks on this host, each of one thread. A case is called `CALLS`
             compared: more ranks than two, which share these cores with the gloo threads of both.
 Scheduling  Two hosts of the lab (benchmarks/lab), each of one core, at full speed. Both sides are gloo's
             all-reduce, ours with threads of gloo's that do not interrupt.
-Groups      As many as Megatron makes with pipeline and tensor parallelism, on this host: what a rank's CPU
-            does for them in a second in which nothing travels, and how long it takes to make and end them;
-            ours on the default group's device.
+Groups      40 on this host (Megatron makes 24 with TP 2 and PP 2): what a rank's CPU does for them in a
+            second in which nothing travels, and how long it takes to make and end them; ours on the default
+            group's device.
 """
 
 import contextlib

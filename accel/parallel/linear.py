@@ -14,7 +14,8 @@ Overlap     where `accel.parallel.overlap` says so, collectives run in pieces be
             belong to: the gather of x, the reduction of x W^T, the gather of dy in a row layer, and the
             reduction of dx, which then begins before dx is whole, and goes on beside dW if that is formed.
             A row layer's dW is formed of the gathered dy, or, if it is asked for, added up as dy comes:
-            that hides more where dy takes longer than dx, and rounds after each piece.
+            that hides more where dy takes longer than dx, rounds after each piece, and where there is no
+            `main_grad` holds an fp32 tensor of the weight's size.
 Dtypes      x, W, b: one dtype; under autocast any, and they are cast to its own. dW: that of W.
             `main_grad`: float32, or the dtype of x.
 Twice       of a layer that is not split and returns its weight gradient; else what collectives and
@@ -299,9 +300,12 @@ class _OverlappedRow(torch.autograd.Function):
             plan = _plan("gather", dy, weight, layout, beside, held)
         if plan is not None and in_pieces:
             assert layout.group is not None
-            gradient = _InPieces(ctx.weight, x, layout)
+            into = main_grad_of(ctx.weight) if layout.into_main_grad else _zeros_of(ctx.weight)
+            gradient = _InPieces(into, x, layout.group.size())
             dx, _ = gather_matmul(dy, weight, layout.group, plan, each=gradient.add)
-            return dx, gradient.result(), None
+            if layout.into_main_grad:
+                return dx, weight_gradient_added(ctx.weight), None
+            return dx, into.to(ctx.weight.dtype), None
         if plan is not None:
             assert layout.group is not None
             dx, whole = gather_matmul(dy, weight, layout.group, plan, keep=needs_weight)
@@ -321,23 +325,13 @@ class _OverlappedRow(torch.autograd.Function):
 class _InPieces:
     """The weight gradient of a row layer, added up in fp32 as the rows of dy come."""
 
-    def __init__(self, weight: Any, x: Tensor, layout: Layout, into: Tensor | None = None) -> None:
-        assert layout.group is not None
-        self._weight, self._layout = weight, layout
-        ranks, features = layout.group.size(), x.shape[-1]
-        self._x = x.reshape(ranks, x.numel() // (ranks * features), features)
-        if into is None and layout.into_main_grad:
-            into = main_grad_of(weight)
-        self._sum = _zeros_of(weight) if into is None else into
+    def __init__(self, into_NK: Tensor, x: Tensor, ranks: int) -> None:
+        self._into_NK = into_NK
+        self._x_RTK = x.reshape(ranks, x.numel() // (ranks * x.shape[-1]), x.shape[-1])
 
     def add(self, dy_TN: Tensor, owner: int, piece: slice) -> None:
         with torch.no_grad():
-            _accumulate(self._sum, dy_TN, self._x[owner, piece])
-
-    def result(self) -> Tensor | None:
-        if self._layout.into_main_grad:
-            return weight_gradient_added(self._weight)
-        return self._sum.to(self._weight.dtype)
+            _accumulate(self._into_NK, dy_TN, self._x_RTK[owner, piece])
 
 
 def _zeros_of(weight: Tensor) -> Tensor:
@@ -359,9 +353,9 @@ def _is_summed_in_pieces(weight: Any, layout: Layout) -> bool:
 
 
 def _row_held(weight: Any, dy: Tensor, x: Tensor, layout: Layout) -> int:
-    """Bytes that `_row_trial` takes: the whole dy, dx, and a gradient of the weight."""
+    """Bytes that `_row_trial` takes: the whole dy twice, dx, and a gradient of the weight."""
     assert layout.group is not None
-    return dy.nbytes * layout.group.size() + x.nbytes + 4 * weight.numel()
+    return 2 * dy.nbytes * layout.group.size() + x.nbytes + 4 * weight.numel()
 
 
 def _row_trial(weight: Any, dy: Tensor, w: Tensor, x: Tensor, layout: Layout) -> overlap.Beside:
@@ -373,7 +367,7 @@ def _row_trial(weight: Any, dy: Tensor, w: Tensor, x: Tensor, layout: Layout) ->
     """
     assert layout.group is not None
     group, into = layout.group, _zeros_of(weight)
-    gradient = _InPieces(weight, x, layout, into)
+    gradient = _InPieces(into, x, group.size())
 
     def form(dy: Tensor) -> None:
         _accumulate(into, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))

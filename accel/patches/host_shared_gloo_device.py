@@ -1,12 +1,13 @@
 """All groups of a rank share one gloo device: one thread watches the sockets of all of them.
 
 A device of gloo's is a thread that waits for sockets, and wakes a hundred times a second to see whether it is
-to end. torch makes one for each group, and Megatron 20 to 40 groups on each rank. Here a new group gets the
-devices of the default group, which came first; so it has their addresses too (`GLOO_SOCKET_IFNAME`, read when
-the default group is made). What travels and in which order each group's operations run stays as it was.
+to end. torch makes one for each group, and Megatron 24 groups on a rank with TP 2 and PP 2. Here a new group
+gets the devices of the default group, which came first; so it has their addresses too (`GLOO_SOCKET_IFNAME`,
+read when the default group is made). What travels and in which order each group's operations run stays as it
+was. One thread then reads for all groups of a rank.
 
-One thread then reads for all groups of a rank: some gigabytes a second. Groups on other backends, and groups
-of a default group that isn't gloo's, are not touched. Groups that exist keep what they have.
+Groups on other backends, and groups of a default group that isn't gloo's, are not touched. Groups that exist
+keep what they have.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ FEATURE = Feature(
             target="accel.device.cpu.collectives:devices_of_new_group",
             replacement="accel.patches.host_shared_gloo_device:devices_of_new_group",
             expects=(),
-            why="A thread for each of some 40 groups wakes a hundred times a second.",
+            why="A thread for each of two dozen groups and more wakes a hundred times a second.",
         ),
     ),
 )

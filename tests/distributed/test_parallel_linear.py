@@ -764,6 +764,14 @@ def test_a_weight_gradient_is_summed_in_pieces(form: Form, monkeypatch: pytest.M
     check_sums_in_pieces(form, monkeypatch)
 
 
+@pytest.mark.distributed(world_size=2)
+def test_symmetric_memory_sums_a_weight_gradient_rank_by_rank(
+    symmetric_products: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_sums_in_pieces(SYMMETRIC, monkeypatch)
+    assert symmetric_products
+
+
 @pytest.mark.distributed(world_size=4)
 def test_four_ranks_sum_a_weight_gradient_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     check_sums_in_pieces("ring", monkeypatch)
@@ -823,6 +831,7 @@ def test_a_weight_gradient_that_is_formed_later_or_not_in_fp32_is_whole(
         layout = Layout("row", dist.group.WORLD, True, into_main_grad=True)
         x = layer.x.clone().requires_grad_()
         parallel_linear(x, weight, None, layout).backward(layer.dy)
+        assert weight.main_grad.count_nonzero() > 0
 
 
 @pytest.mark.distributed(world_size=2)
