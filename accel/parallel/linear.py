@@ -537,18 +537,18 @@ def weight_gradient_added(weight: Any) -> Tensor | None:
     so that the gradient's hooks run, where Megatron's data parallelism asks for one.
 
     Sparse, without an element: a dense one would be at the peak of a step's memory, for the output layer of
-    Llama 3 8B 1 GiB. Zeros for a weight that an embedding shares, whose dense gradient is added to it.
+    Llama 3 8B 1 GiB, and if an embedding shares the weight until the gradient of that is added to it. Without
+    sparse tensors it is dense: zeros in that case, else what memory holds.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    if getattr(weight, "zero_out_wgrad", False):
-        return torch.zeros_like(weight)
-    if weight.device.type not in _HAS_SPARSE:
-        return torch.empty_like(weight)
-    return torch.empty(
-        weight.shape, dtype=weight.dtype, device=weight.device, layout=torch.sparse_coo
-    )
+    if weight.device.type in _HAS_SPARSE:
+        return torch.empty(
+            weight.shape, dtype=weight.dtype, device=weight.device, layout=torch.sparse_coo
+        )
+    is_added_to = getattr(weight, "zero_out_wgrad", False)
+    return torch.zeros_like(weight) if is_added_to else torch.empty_like(weight)
 
 
 def _gathered(x: Tensor, layout: Layout, *, async_op: bool = False) -> tuple[Tensor, Any]:

@@ -5,6 +5,10 @@ gradient straight into ``main_grad``. Without this feature the operands are copi
 multiplied in fp32; here bf16 operands are multiplied as they are, with fp32 products and sums, as
 Apex does on a GPU: no copies, and more than twice as fast on CPUs that multiply bf16. The sum's order
 differs from fp32's; nothing is rounded to bf16 in between.
+
+Beside ``main_grad`` upstream's layers return a gradient for the hooks of data parallelism, memory of the
+weight's size that nobody reads. That of the output layer is at the peak of a step, 1 GiB for Llama 3 8B; with
+tied embeddings it is zeros that stay until the words' own gradient is there. Here it takes no memory.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 from accel.feature import Context, Feature
 from accel.ops import gemm_accumulate
 from accel.ops.gemm_accumulate import device_reason
+from accel.patches import _linear
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -31,7 +36,9 @@ FEATURE = Feature(
     benchmarks=("gemm_accumulate",),
     requires=("gradient_accumulation_fusion",),
     unavailable=_kernel_missing,
+    switch_on=_linear.switch_on,
     patches=(
+        _linear.LINEAR,
         Patch(
             target="accel.parallel.linear:accumulate",
             replacement="accel.patches.fused_weight_gradient:gemm_accumulate",

@@ -56,19 +56,40 @@ def test_main_grad_is_added_to(main_dtype: torch.dtype) -> None:
     assert w.grad_added_to_main_grad is True
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shared", [False, True])
-def test_what_autograd_gets_beside_it_changes_nothing(shared: bool) -> None:
-    """And takes no memory, but where an embedding's gradient is added to it."""
-    x, w, _ = inputs(torch.float32, 5)
+def test_what_autograd_gets_beside_it_changes_nothing(shared: bool, dtype: torch.dtype) -> None:
+    """And takes no memory."""
+    x, w, _ = inputs(dtype, 5)
     w.main_grad, w.grad_added_to_main_grad = torch.zeros(7, 13), False
     w.zero_out_wgrad = shared
     parallel_linear(x, w, None, Layout(into_main_grad=True)).sum().backward()
-    assert w.grad.layout is (torch.strided if shared else torch.sparse_coo)
+    assert w.grad.layout is torch.sparse_coo
+    assert w.grad.dtype == dtype
     assert w.grad.shape == w.shape
     before = w.main_grad.clone()
-    w.main_grad.add_(w.grad)
+    w.main_grad.add_(w.grad.data)
     assert torch.equal(w.main_grad, before)
     assert before.any()
+
+
+@pytest.mark.parametrize("first", ["lookup", "product"])
+def test_the_gradient_of_an_embedding_that_shares_the_weight_is_added_to_it(first: str) -> None:
+    _, w, _ = inputs(torch.bfloat16, 5)
+    w.main_grad, w.grad_added_to_main_grad, w.zero_out_wgrad = torch.zeros(7, 13), False, True
+    found = []
+    w.register_post_accumulate_grad_hook(lambda p: found.append(p.grad.clone()))
+    ids, x = torch.tensor([3, 0, 3]), torch.randn(3, 13, dtype=torch.bfloat16, requires_grad=True)
+    uses = {
+        "product": lambda: parallel_linear(x, w, None, Layout(into_main_grad=True)).sum(),
+        "lookup": lambda: torch.nn.functional.embedding(ids, w).sum(),
+    }
+    # the backward of what was called last comes first
+    sum(uses[name]() for name in sorted(uses, key=lambda name: name == first)).backward()
+    expected = torch.zeros(7, 13).index_add_(0, ids, torch.ones(3, 13))
+    assert [torch.equal(grad.float(), expected) for grad in found] == [True]
+    assert found[0].layout is torch.strided
+    assert w.main_grad.any()
 
 
 def test_no_main_grad_is_one_error_that_says_what_to_do() -> None:
