@@ -10,10 +10,10 @@ atomic; there PyTorch's own kernel sums what belongs to one token, as it does fo
 as there are tokens, and these are added: upstream's bits throughout.
 
 Under ``--gradient-accumulation-fusion`` (Megatron's default), whose promise it is that a weight's gradient
-lies in ``main_grad`` and nowhere else. Upstream's own code runs, call by call, for weights that the output
-layer shares, for those that FSDP or GTP shards, for gradients that are summed in bf16
-(``--grad-reduce-in-bf16``), for the copy of the embeddings that multi-token prediction has on another
-pipeline stage, and under ``--deterministic-mode``.
+lies in ``main_grad`` and nowhere else; an output layer that shares the weight has added its own there before.
+Upstream's own code runs, call by call, for weights that FSDP or GTP shards, for gradients that are summed in
+bf16 (``--grad-reduce-in-bf16``), for a last pipeline stage's copy of the embeddings, which multi-token
+prediction looks up, and under ``--deterministic-mode``.
 """
 
 from __future__ import annotations
@@ -126,7 +126,6 @@ def _is_served(module: Any) -> bool:
         and main_grad is not None
         and main_grad.dtype == torch.float32
         and hasattr(weight, "grad_added_to_main_grad")
-        and not getattr(weight, "zero_out_wgrad", False)
         and not getattr(weight, "shared", False)
         and not upstream_needed(weight, getattr(module, "gtp_remat_size", 1))
         and not module.deterministic_mode
@@ -140,9 +139,6 @@ def _idle(context: Context) -> str | None:
         return None
     if not getattr(args, "gradient_accumulation_fusion", True):
         return "--no-gradient-accumulation-fusion"
-    tied = not getattr(args, "untie_embeddings_and_output_weights", True)
-    if tied and getattr(args, "pipeline_model_parallel_size", 1) == 1:
-        return "the output layer shares the word embeddings"
     return None
 
 

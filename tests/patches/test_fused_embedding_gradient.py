@@ -106,7 +106,6 @@ def test_rows_are_added_in_the_tokens_order_whatever_the_threads() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"zero_out_wgrad": True},
         {"shared": True},
         {"main_grad": torch.zeros(VOCABULARY, HIDDEN, dtype=torch.bfloat16)},
         {"__fsdp_param__": True},
@@ -164,19 +163,59 @@ def test_the_sums_of_data_parallelism_that_reduces_while_it_computes() -> None:
     assert norms[0] == norms[1] > 0
 
 
+def tied_gradient() -> tuple[Tensor, set[torch.layout]]:
+    """The `main_grad` of a weight that looks words up and gives their logits, after two micro-batches, and
+    the layouts of what autograd had for it beside."""
+    from megatron.core import ModelParallelConfig
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    module = embedding()
+    weight = module.weight
+    weight.zero_out_wgrad = True  # as Megatron's models mark it
+    output = ColumnParallelLinear(
+        *(HIDDEN, VOCABULARY),
+        config=ModelParallelConfig(params_dtype=torch.bfloat16, gradient_accumulation_fusion=True),
+        init_method=torch.nn.init.normal_,
+        bias=False,
+        skip_weight_param_allocation=True,
+    )
+    layouts = set()
+
+    def added(parameter: Any) -> None:  # as data parallelism does it
+        layouts.add(parameter.grad.layout)
+        parameter.main_grad.add_(parameter.grad.data)
+        parameter.grad = None
+
+    weight.register_post_accumulate_grad_hook(added)
+    for seed in range(2):
+        logits, _ = output(module(each_once()), weight=weight)
+        dout = torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed))
+        logits.backward(dout.to(logits.dtype))
+    return weight.main_grad, layouts
+
+
+def check_tied() -> None:
+    names = ("fused_embedding_gradient", "fused_weight_gradient")
+    with one_rank():
+        expected, of_upstream = tied_gradient()
+    with one_rank(**dict.fromkeys(names, True)):
+        found, of_ours = tied_gradient()
+    assert (of_upstream, of_ours) == ({torch.strided}, {torch.sparse_coo})
+    # the same products of bf16 numbers, summed in fp32 in orders of their own
+    bound = 40 * torch.finfo(torch.float32).eps * float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
+def test_a_weight_that_the_output_layer_shares_has_the_gradients_of_both(version: str) -> None:
+    run_on(version, check_tied)
+
+
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
         (None, None),
-        ({"untie_embeddings_and_output_weights": True}, None),
-        ({"untie_embeddings_and_output_weights": False}, "shares the word embeddings"),
-        (
-            {
-                "untie_embeddings_and_output_weights": False,
-                "pipeline_model_parallel_size": 2,
-            },
-            None,
-        ),
+        ({"gradient_accumulation_fusion": True}, None),
         ({"gradient_accumulation_fusion": False}, "--no-gradient-accumulation-fusion"),
     ],
 )
