@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from accel.parallel import linear
 from accel.parallel.linear import DelayedGradients, Layout, parallel_linear
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -71,6 +72,18 @@ def test_what_autograd_gets_beside_it_changes_nothing(shared: bool, dtype: torch
     w.main_grad.add_(w.grad.data)
     assert torch.equal(w.main_grad, before)
     assert before.any()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_in_a_cuda_graph_it_has_an_address(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_is_captured", lambda x: True)
+    _, w, _ = inputs(torch.bfloat16, 5)
+    w.grad_added_to_main_grad, w.zero_out_wgrad = False, shared
+    grad = linear.weight_gradient_added(w)
+    assert grad is not None
+    assert grad.layout is torch.strided
+    assert grad.shape == w.shape
+    assert not (shared and grad.any())
 
 
 @pytest.mark.parametrize("first", ["lookup", "product"])
