@@ -68,9 +68,21 @@ def with_accel_options(add_megatron_arguments: Callable[..., Any]) -> Callable[.
     def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = add_megatron_arguments(parser)
         add_options(parser)
+        _mend_help(parser)
         return parser
 
     return add
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """``--help``, where a stray percent sign in one of Megatron's texts (0.19.2) ends it in an error."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help:
+            try:
+                formatter._expand_help(action)
+            except (KeyError, TypeError, ValueError):
+                action.help = action.help.replace("%", "%%")
 
 
 def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
