@@ -16,7 +16,7 @@ import logging
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ SHAPES = [
     for rows in (512, 2048)
 ]
 QUICK_SHAPES = [(64, 32, torch.float32)]
+ROUNDS, MIN_ROUNDS, CASE_SECONDS = 15, 3, 30
+"""Where products are slow, as of bf16 on CPUs that have none: no new round after so long, but so many."""
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
 """Of a tensor's largest element."""
 
@@ -107,12 +109,19 @@ def product_milliseconds(rows: int, ffn: int, dtype: torch.dtype) -> float:
         for width, columns in ((HIDDEN, 2 * ffn), (ffn, HIDDEN))
     ]
     taken = []
-    for _ in range(9):
+    for _ in rounds(9):
         start = time.perf_counter()
         for a, b in pairs * 3:
             a @ b
         taken.append(time.perf_counter() - start)
     return 1e3 * statistics.median(taken)
+
+
+def rounds(most: int) -> Iterator[int]:
+    begin = time.perf_counter()
+    for i in range(most):
+        if i < MIN_ROUNDS or time.perf_counter() - begin < CASE_SECONDS:
+            yield i
 
 
 def rows(quick: bool) -> list[dict]:
@@ -123,7 +132,7 @@ def rows(quick: bool) -> list[dict]:
                 step = step_of(experts_of(ffn, dtype), num_rows, dtype)
             seconds: dict[str, list[float]] = {side: [] for side in SIDES}
             results = {}
-            for _ in range(2 if quick else 15):
+            for _ in rounds(2 if quick else ROUNDS):
                 for side, options in SIDES.items():
                     accel.enable(**options)
                     results[side] = step()  # warms up

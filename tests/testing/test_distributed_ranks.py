@@ -64,7 +64,7 @@ def test_durations_and_what_is_measured_are_those_on_the_ranks(tmp_path: Path) -
     shown = re.findall(r"([0-9.]+)s call +test_two.py::(test_\w+)", done.stdout)
     seconds = {name: float(number) for number, name in shown}
     assert seconds["test_long"] >= 3, done.stdout
-    assert seconds["test_long"] + seconds["test_short"] < whole - 1, "the launches are not in them"
+    assert seconds["test_long"] + seconds["test_short"] < whole, "no second is in both"
     assert seconds["test_short"] < whole - 3, "the launch without the other test"
 
 
