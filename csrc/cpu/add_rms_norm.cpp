@@ -62,11 +62,11 @@ void add_rms_norm_forward(const AddRmsNormForward& args, int64_t begin, int64_t 
     const T* x = static_cast<const T*>(args.x) + row * num_cols;
     const T* residual = static_cast<const T*>(args.residual) + row * num_cols;
     return [=, sums = sums_of(row)](int64_t col, auto span) {
-      prefetch(x + num_cols, col);
-      prefetch(residual + num_cols, col);
-      Vec v = load(x + col, span);
-      if constexpr (kBias) v = rounded(v + load(bias + col, span), bias);
-      store(sums + col, load(residual + col, span) + v, span);
+      prefetch_later(x + num_cols, col);
+      prefetch_later(residual + num_cols, col);
+      Pair v = load(x + col, span);
+      if constexpr (kBias) v = rounded(plus(v, load(bias + col, span)), bias);
+      store<false>(sums + col, plus(load(residual + col, span), v), span);
       return load(sums + col, span);  // as rounded
     };
   };

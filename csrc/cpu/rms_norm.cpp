@@ -52,7 +52,7 @@ void rms_norm_forward(const RmsNormForward& args, int64_t begin, int64_t end) {
   T* y = static_cast<T*>(args.y);
   const auto value = [&](int64_t row) {
     return [x = x + row * num_cols, num_cols](int64_t col, auto span) {
-      prefetch(x + num_cols, col);
+      prefetch_later(x + num_cols, col);
       return load(x + col, span);
     };
   };

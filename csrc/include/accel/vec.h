@@ -408,8 +408,7 @@ ACCEL_INLINE void store(T* p, Pair pair, FullPair) {
       std::memcpy(static_cast<void*>(p), &bits, sizeof(bits));
     }
   } else {
-    store_one<kStream>(p, pair.v[0], Full{});
-    store_one<kStream>(p + kLanes, pair.v[1], Full{});
+    store<kStream>(p, pair.v[0], pair.v[1]);
   }
 }
 
@@ -425,6 +424,38 @@ ACCEL_INLINE void store(T* p, Pair pair, TailPair tail) {
   T numbers[2 * kLanes];
   store<false>(numbers, pair, FullPair{});
   std::memcpy(static_cast<void*>(p), numbers, tail.count * sizeof(T));
+}
+
+ACCEL_INLINE Pair plus(Pair a, Pair b) { return {a.v[0] + b.v[0], a.v[1] + b.v[1]}; }
+
+// fp32 numbers that go with those of a Pair of T: number by number, in the same lanes.
+template <typename T>
+ACCEL_INLINE Pair load_beside(const float* p, FullPair span) {
+  const Pair in = load(p, span);
+  if constexpr (!std::is_same_v<T, BFloat16>) return in;
+  const VecI32 even = 2 * lane_numbers();
+  return {__builtin_shuffle(in.v[0], in.v[1], even), __builtin_shuffle(in.v[0], in.v[1], even + 1)};
+}
+
+template <typename T>
+ACCEL_INLINE Pair load_beside(const float* p, TailPair tail) {
+  float numbers[2 * kLanes] = {};
+  std::memcpy(numbers, p, tail.count * sizeof(float));
+  return load_beside<T>(numbers, FullPair{});
+}
+
+// v as it would come back from memory of T.
+template <typename T>
+ACCEL_INLINE Pair rounded(Pair pair, const T* type) {
+  return {rounded(pair.v[0], type), rounded(pair.v[1], type)};
+}
+
+// In a loop over the pairs of a row: fetches the lines of a Pair at row[col] into L2 for a later read, once.
+// Any address will do, even one that is not ours.
+template <typename T>
+ACCEL_INLINE void prefetch_later(const T* row, int64_t col) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t at = 0; at < 2 * kLanes; at += kLine) prefetch(row + at, col);
 }
 
 // Asks for the memory of a Pair to be brought to the L1 cache; any address will do.
