@@ -8,7 +8,8 @@ differs from fp32's; nothing is rounded to bf16 in between.
 
 Beside ``main_grad`` upstream's layers return a gradient for the hooks of data parallelism, memory of the
 weight's size that nobody reads. That of the output layer is at the peak of a step, 1 GiB for Llama 3 8B; with
-tied embeddings it is zeros that stay until the words' own gradient is there. Here it takes no memory.
+tied embeddings it is zeros that stay until the words' own gradient is there. Here it takes no memory, except
+in CUDA graphs and on devices without sparse tensors.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ product is formed in fp32, so no gradient is rounded to bf16 on its way, as with
 With pipeline stages, ``--mtp-num-layers`` and tied embeddings the last stage's output layer and its lookups
 have one weight. Once the output layer has added its gradient to ``main_grad``, upstream takes no other, and
 that of the words that are looked up ahead is lost, with Apex too. Here it is added, in the way that upstream
-has without pipeline stages; that costs one addition of such a gradient for each micro-batch and, but for
-preset fast, zeros of the weight's size for each product of the output layer. Where Apex is installed the
-feature is idle, and this gradient lost.
+has without pipeline stages; that costs one addition of such a gradient for each micro-batch and, without
+``fused_weight_gradient``, zeros of the weight's size for each product of the output layer. Where Apex is
+installed the feature is idle, and this gradient lost.
 """
 
 from __future__ import annotations

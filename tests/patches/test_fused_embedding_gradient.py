@@ -195,12 +195,15 @@ def tied_gradient() -> tuple[Tensor, set[torch.layout]]:
 
 
 def check_tied() -> None:
-    names = ("fused_embedding_gradient", "fused_weight_gradient")
     with one_rank():
         expected, of_upstream = tied_gradient()
-    with one_rank(**dict.fromkeys(names, True)):
+    with one_rank(fused_embedding_gradient=True):
+        alone, beside_zeros = tied_gradient()
+    with one_rank(fused_embedding_gradient=True, fused_weight_gradient=True):
         found, of_ours = tied_gradient()
-    assert (of_upstream, of_ours) == ({torch.strided}, {torch.sparse_coo})
+    assert of_upstream == beside_zeros == {torch.strided}
+    assert of_ours == {torch.sparse_coo}
+    assert torch.equal(alone, expected), "each word is looked up once"
     # the same products of bf16 numbers, summed in fp32 in orders of their own
     bound = 40 * torch.finfo(torch.float32).eps * float(expected.abs().max())
     torch.testing.assert_close(found, expected, rtol=0, atol=bound)
