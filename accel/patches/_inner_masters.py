@@ -215,16 +215,22 @@ def in_the_dtype_of_main_grads(copy: Callable[[Any], None]) -> Callable[[Any], N
     return copy_
 
 
-def refused_to_these(offload: Callable[[Any], None]) -> Callable[[Any], None]:
+def states_alone(offload: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(offload)
     def offload_to_cpu(self: Any) -> None:
-        if isinstance(getattr(self, "optimizer", None), PrecisionAwareAdam):
+        inner = getattr(self, "optimizer", None)
+        if isinstance(inner, HostAdam):
             raise ValueError(
-                "offload_to_cpu(): this optimizer steps on Megatron's parameter buffer, from which upstream "
-                "would take its parameters for good; run without --accel-shared-weights, "
-                "--accel-host-optimizer and --use-precision-aware-optimizer"
+                "offload_to_cpu(): --accel-host-optimizer keeps states in host memory already; leave one out"
             )
-        offload(self)
+        if not isinstance(inner, PrecisionAwareAdam):
+            offload(self)
+            return
+        for state in inner.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.cpu()
+        torch.cuda.empty_cache()
 
     return offload_to_cpu
 
@@ -283,10 +289,10 @@ INNER_MASTERS = (
     ),
     Patch(
         target="megatron.core.optimizer.optimizer:MegatronOptimizer.offload_to_cpu",
-        replacement=f"{_HERE}:refused_to_these",
+        replacement=f"{_HERE}:states_alone",
         how="wrap",
         expects=("self",),
-        why="Upstream swaps the data of parameters: steps would go to copies that nobody reads.",
+        why="Upstream takes the parameters along, which here are the model's own.",
     ),
 )
 """All that the three features change."""

@@ -188,9 +188,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--accel-preset",
         choices=PRESETS,
         help="off: the device runtime, and what stock Megatron needs to run at all; exact: plus what is "
-        "bit-identical to stock Megatron; fast (default): plus fused ops within tested tolerance; "
-        "max: plus shared weights, cross entropy without whole logits, and activations' gradients "
-        "in place, which save memory",
+        "bit-identical to stock Megatron; fast (default): plus fused ops within tested tolerance, and "
+        "weights that share memory with their masters; max: plus cross entropy without whole logits, and "
+        "activations' gradients in place, which save memory",
     )
     group.add_argument(
         "--accel-strict", action="store_true", help="a feature that would be skipped is an error"

@@ -1,7 +1,7 @@
 """Adam's states in host memory: on the device are weights and gradients alone.
 
-``--accel-host-optimizer`` keeps the fp32 masters and both moments, 12 bytes of a parameter (10 with
-``--accel-shared-weights``), in pinned memory of the host. ``--accel-host-optimizer 8`` keeps at most 8 GiB of
+``--accel-host-optimizer`` keeps the fp32 masters and both moments, 10 bytes of a parameter (12 with
+``--no-accel-shared-weights``), in pinned memory of the host. ``--accel-host-optimizer 8`` keeps at most 8 GiB of
 each rank's there, experts' included, and the rest on the device, in whole parameters; several numbers are
 those of the pipeline stages.
 
@@ -12,7 +12,7 @@ machine's copies and kernels are measured when the optimizer is built, and the s
 step is shortest (on all ranks the same, by the slowest). See ``accel/memory/host_adam.py``.
 
 With the distributed optimizer a rank has its shard of the states on its host. Gradient clipping, loss scales,
-skipped steps, frozen and tied parameters, ``--accel-shared-weights`` and ``--use-precision-aware-optimizer``
+skipped steps, frozen and tied parameters, ``shared_weights`` and ``--use-precision-aware-optimizer``
 with fp32 states are as without it. Checkpoints are stock's, in every format, and load with and without the
 flag; the states go to the writer from the host and come back to it, and never are on the device as a whole.
 

@@ -17,6 +17,11 @@ Checkpoints are stock's in every format, with the fp32 masters, and load with an
 masters that one holds are joined in host memory, one by one; the device has no second copy of them.
 ``--log-params-norm`` is the norm of the weights in bf16; under ``--overlap-param-gather`` those of other
 ranks' shards as of the step before.
+
+Where Megatron's ``offload_to_cpu`` would take an optimizer's parameters along, the states go alone: the
+parameters are the model's own. Code that looks for fp32 masters beside the optimizer's states
+(``fp32_from_float16_groups``, ``shard_fp32_from_float16_groups``) finds none, as under
+``--use-precision-aware-optimizer``: ``--no-accel-shared-weights`` keeps them there.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ def _idle(context: Context) -> str | None:
 FEATURE = Feature(
     name="shared_weights",
     summary="keep a bf16 weight and its fp32 master in 4 bytes instead of 6",
-    preset="max",
+    preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("shared_weights",),

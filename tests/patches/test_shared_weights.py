@@ -124,6 +124,29 @@ def test_weights_from_elsewhere_are_the_masters_then(distributed: bool) -> None:
 
 
 @BOTH
+def test_upstreams_offloading_takes_the_states_alone(distributed: bool, monkeypatch: Any) -> None:
+    """Its loop over parameters would leave the model without weights, and steps would go to copies."""
+    with one_rank(fused_adamw=True, shared_weights=True):
+        model, optimizer, inner = built(distributed)
+        plain = [one_step(model, optimizer, i) for i in range(2)], masters(model, inner)
+    with one_rank(fused_adamw=True, shared_weights=True):
+        model, optimizer, inner = built(distributed)
+        log, weights = [one_step(model, optimizer, 0)], [p.data_ptr() for p in model.parameters()]
+        asked: list[Tensor] = []
+        monkeypatch.setattr(Tensor, "cpu", lambda x: asked.append(x) or x.clone())
+        optimizer.offload_to_cpu()
+        monkeypatch.undo()
+        assert {x.data_ptr() for x in asked}.isdisjoint(weights)
+        kept = {id(x) for state in inner.optimizer.state.values() for x in state.values()}
+        assert asked and kept.isdisjoint(map(id, asked)), "states are where `cpu()` has put them"
+        optimizer.restore_from_cpu()
+        log.append(one_step(model, optimizer, 1))
+        assert [p.data_ptr() for p in model.parameters()] == weights
+        assert log == plain[0]
+        assert all(map(torch.equal, masters(model, inner), plain[1]))
+
+
+@BOTH
 def test_weights_are_weights_at_every_moment_of_a_step(distributed: bool) -> None:
     """What reads weights or moments between two parts of a step (logging, an average) reads numbers."""
     with one_rank(fused_adamw=True, shared_weights=True):
