@@ -3,7 +3,7 @@
     l2_norm     sqrt(sum over all tensors and elements of x^2)
     scale       target = source * factor
 
-Dtypes      float32, bfloat16 or float16, one per list; the norm is float32.
+Dtypes      float32, bfloat16 or float16, one per list of `scale`; the norm is float32.
 Sums        squares: fp32 over at most 64 (16 with AVX-512, 32 on CUDA), fp64 over those. The order
             depends on the shapes alone (Triton: on the number of processors, and on which tensors start
             at a multiple of 16 bytes): the number of threads changes no bit. Infinity and NaN in any
@@ -77,8 +77,8 @@ def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
     """`sqrt(sum x^2)` over all elements of all tensors.
 
     Args:
-        tensors: any number, any shapes, one floating dtype, one device; none of them may require a
-            gradient while gradients are recorded.
+        tensors: any number, any shapes, any floating dtypes (those of one dtype are summed first), one
+            device; none of them may require a gradient while gradients are recorded.
 
     Returns:
         One float32 number, shape `[]`, on their device; 0 of no tensors.
@@ -89,6 +89,10 @@ def l2_norm(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return l2_norm_ref(tensors)
     _check("l2_norm", "tensors", tensors)
+    if len(dtypes := {t.dtype for t in tensors}) > 1:
+        return l2_norm_ref(
+            [l2_norm([t for t in tensors if t.dtype == d]) for d in sorted(dtypes, key=str)]
+        )
     if reason := unsupported_reason("accel::l2_norm", tensors):
         log_fallback("l2_norm", reason)
         return l2_norm_ref(tensors)

@@ -78,6 +78,7 @@ from accel.patches import (
     te_layers,
     tp_comm_overlap,
     tp_overlap,
+    unbuffered_gradients,
     vpp_extra_warmup,
 )
 
@@ -129,6 +130,7 @@ FEATURES: tuple[Feature, ...] = (
     fused_cross_entropy.FEATURE,
     linear_cross_entropy.FEATURE,
     fused_adamw.FEATURE,
+    unbuffered_gradients.FEATURE,
     grouped_gemm.FEATURE,
     fused_moe_permute.FEATURE,
     fused_topk_router.FEATURE,

@@ -17,12 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.memory import clip_in_step
 from accel.memory.host_adam import REPLICATED, HostAdam
 from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from accel.patches._told import told
 from accel.patching import Patch
+from accel.upstream import fused_adam_installed
 
-__all__ = ["ELSEWHERE", "INNER_MASTERS", "NOT_WITH_FSDP", "WANTED", "refused", "want"]
+__all__ = [
+    "ELSEWHERE",
+    "INNER_MASTERS",
+    "NOT_WITH_FSDP",
+    "WANTED",
+    "reads_any_dtype",
+    "refused",
+    "want",
+]
 
 _log = logging.getLogger("accel")
 _HERE = "accel.patches._inner_masters"
@@ -207,12 +217,20 @@ def in_the_dtype_of_main_grads(copy: Callable[[Any], None]) -> Callable[[Any], N
         wide = (
             self.config.main_grads_dtype == torch.float32 and not self.ddp_config.use_megatron_fsdp
         )
-        if wide and isinstance(self.optimizer, PrecisionAwareAdam):
+        if wide and isinstance(self.optimizer, PrecisionAwareAdam) and not reads_any_dtype(self):
             for param in (p for group in self.optimizer.param_groups for p in group["params"]):
                 if getattr(param, "decoupled_grad", None) is not None:
                     param.decoupled_grad = param.decoupled_grad.float()
 
     return copy_
+
+
+def reads_any_dtype(optimizer: Any) -> bool:
+    """Whether nobody writes gradients between their reduction and the step of this optimizer of Megatron's,
+    which reads them in fp32 and clips what it has read. Transformer Engine's and Apex's clipping writes."""
+    clipped_as_read = clip_in_step.is_on() and not fused_adam_installed(None)
+    unscaled = optimizer.grad_scaler is None
+    return unscaled and clipped_as_read and type(optimizer.optimizer) is PrecisionAwareAdam
 
 
 def states_alone(offload: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from accel.feature import Feature
+from accel.memory import clip_in_step as clipping
 from accel.memory.clip_in_step import ClipsInStep, clip_in_step
 from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from accel.ops import adamw, l2_norm
@@ -53,6 +54,7 @@ FEATURE = Feature(
     aside=fused_adam_installed,
     benchmarks=("adamw",),
     unavailable=kernels("adamw_", "l2_norm", "scale_"),
+    switch_on=clipping.switch_on,
     patches=(
         Patch(
             target=f"{_OPTIMIZER}:MegatronOptimizer.__init__",

@@ -1,8 +1,8 @@
 """Adam's states in host memory: on the device are weights and gradients alone.
 
 ``--accel-host-optimizer`` keeps the fp32 masters and both moments, 10 bytes of a parameter (12 with
-``--no-accel-shared-weights``), in pinned memory of the host. ``--accel-host-optimizer 8`` keeps at most 8 GiB of
-each rank's there, experts' included, and the rest on the device, in whole parameters; several numbers are
+``--no-accel-shared-weights``), in pinned memory of the host. ``--accel-host-optimizer 8`` keeps at most 8 GiB
+of each rank's there, experts' included, and the rest on the device, in whole parameters; several numbers are
 those of the pipeline stages.
 
 A step copies bucket after bucket to the device, steps it there and copies it back, both directions at once,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from accel.memory.pinned import not_on_device
 from accel.memory.precision_aware_adam import MASTER, PrecisionAwareAdam
+from accel.patches._inner_masters import reads_any_dtype
 from accel.patches.adam_resume import count_from_0, counted_by_group
 
 __all__ = ["SharedWeightsOptimizer"]
@@ -73,9 +74,10 @@ class SharedWeightsOptimizer(Float16OptimizerWithFloat16Params):
         return [p.decoupled_grad for p in self._params() if p.decoupled_grad is not None]
 
     def _copy_model_grads_to_main_grads(self) -> None:
+        as_it_is = reads_any_dtype(self)
         for param in self._params():
             grad = getattr(param, "main_grad", param.grad)
-            param.decoupled_grad = None if grad is None else grad.float()
+            param.decoupled_grad = grad if grad is None or as_it_is else grad.float()
             param.grad = None
 
     def _copy_main_params_to_model_params(self) -> None:

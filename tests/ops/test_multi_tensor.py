@@ -108,10 +108,20 @@ def test_scale_of_fp32_is_torchs_bit_for_bit(shapes, target, factor, aliased):
 
 
 @needs_native
+def test_norm_of_several_dtypes(caplog):
+    _log_fallback_once.cache_clear()
+    tensors = [t for dtype in OpContract.dtypes for t in drawn([(1025,), (7, 3)], dtype)]
+    norm = l2_norm(tensors[::-1])
+    exact = torch.cat([t.double().flatten() for t in tensors]).norm()
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
+    assert "l2_norm" not in caplog.text
+
+
+@needs_native
 def test_what_the_kernels_cannot_take_runs_on_torch_and_says_so(caplog):
     _log_fallback_once.cache_clear()
-    mixed = [torch.ones(4), torch.ones(4, dtype=torch.bfloat16)]
-    assert l2_norm(mixed) == 8**0.5
+    assert l2_norm([torch.ones(4, dtype=torch.float64)]) == 2
     assert "l2_norm: using plain PyTorch: dtypes" in caplog.text
     strided = torch.ones(8)[::2]
     scale([strided], [strided], 0.5)
