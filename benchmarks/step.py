@@ -5,7 +5,8 @@ Both sides run examples/pretrain_gpt.py at the same time and take turns every fe
 (what lets Megatron run here at all), with `--transformer-impl local` and
 `--no-gradient-accumulation-fusion`, which Megatron demands without Transformer Engine and Apex, and,
 where it shards sequences, `--accel-norm`, without which it refuses. Both sides have the allocator of
-glibc as it is.
+glibc as it is, without `host_huge_pages`; what that adds is a row of its own, preset fast with it in turns
+with preset fast without.
 
 Limit: the tokens per second if the step were nothing but its matrix products, which the profile of one
 more turn gives, together with the share of attention and the rest. Of the memory: what weights, gradients,
@@ -18,6 +19,7 @@ import math
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,13 +27,14 @@ from typing import Any
 
 from accel.testing import bench
 from accel.testing.bench import OURS, row
-from accel.testing.turns import compare_turns
+from accel.testing.turns import Ratio, compare_turns
 
 sys.path.insert(0, str(bench.CHECKOUT / "examples" / "demo"))
 from measure import Run, parse
 from training import REPOSITORY, launch, launch_both, turn_flags
 
 STOCK = "stock"
+SMALL_PAGES = ("--no-accel-host-huge-pages",)
 STOCK_FLAGS = (
     *("--accel-preset", "off"),
     *("--transformer-impl", "local", "--no-gradient-accumulation-fusion"),
@@ -59,6 +62,8 @@ class Shape:
     turn_steps: int = 2
     flags: tuple[str, ...] = ()
     stock_flags: tuple[str, ...] = ()
+    measures_pages: bool = False
+    """Whether tensors are large enough for `host_huge_pages`."""
 
     @property
     def tokens(self) -> int:
@@ -121,6 +126,7 @@ SECOND = Shape(
     threads=2,
     min_speedup=1.4,
     flags=("--untie-embeddings-and-output-weights",),
+    measures_pages=True,
 )
 SHAPES = (DEMO, SECOND)
 QUICK = replace(DEMO, name="demo, a few steps", steps=14, turn_steps=2, min_speedup=None)
@@ -152,12 +158,11 @@ KINDS = {
 """Kind of work -> how the profiler's names of its operators begin. All else is "other"."""
 
 
-def train(shape: Shape, folder: Path) -> dict[str, Run]:
-    """Both sides, in turns; side -> what it logged, with the seconds of its steps."""
-    extra = {
-        STOCK: [*STOCK_FLAGS, *shape.stock_flags],
-        OURS: [],
-    }
+def train(shape: Shape, folder: Path, extra: dict[str, Sequence[str]]) -> dict[str, Run]:
+    """Both sides, in turns; side -> what it logged, with the seconds of its steps.
+
+    `extra`: side -> its flags beside the shape's; the names are those of the demo's sides.
+    """
 
     def start(side: str, on_start: Any) -> None:
         flags = [
@@ -207,16 +212,13 @@ def by_kind(profile: Path) -> dict[str, float]:
 def shape_rows(shape: Shape) -> list[dict]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        runs = train(shape, folder)
+        stock_flags = (*STOCK_FLAGS, *shape.stock_flags)
+        runs = train(shape, folder, {STOCK: stock_flags, OURS: SMALL_PAGES})
         kinds = {side: by_kind(folder / f"{side}.profile.json") for side in runs}
         least = peak_of(shape, folder, "--accel-preset", "max")
     ratio = compare_turns(runs[OURS].seconds, runs[STOCK].seconds, shape.turn_steps)
     ours, stock = ratio.step_seconds
-    low, high = ratio.quartiles
-    method = (
-        f"{ratio.num_turns} pairs of turns of {shape.turn_steps} steps, {shape.ranks} rank(s) of "
-        f"{shape.threads} thread(s); median ratio {ratio.median:.3f}, middle half {low:.3f} to {high:.3f}"
-    )
+    method = _turns(ratio, shape)
 
     peak = {side: sum(run.peak_bytes.values()) / 2**20 for side, run in runs.items()}
     pairs = zip(runs[OURS].intervals, runs[STOCK].intervals, strict=True)
@@ -250,10 +252,38 @@ def shape_rows(shape: Shape) -> list[dict]:
         ),
         make("largest loss difference", "nats", {OURS: difference, STOCK: 0.0}, method),
     ]
+    if shape.measures_pages:
+        result.append(pages_row(shape))
     return result + [
         make(f"time in {kind}", "ms", {side: 1e3 * kinds[side][kind] for side in kinds}, method)
         for kind in kinds[OURS]
     ]
+
+
+def pages_row(shape: Shape) -> dict:
+    """Ours with `host_huge_pages` and without, in more turns: they differ by less than two turns do."""
+    shape = replace(shape, steps=64)
+    with tempfile.TemporaryDirectory() as name:
+        runs = train(shape, Path(name), {STOCK: SMALL_PAGES, OURS: ()})
+    ratio = compare_turns(runs[OURS].seconds, runs[STOCK].seconds, shape.turn_steps)
+    ours, without = (shape.tokens / seconds for seconds in ratio.step_seconds)
+    method = f"{_turns(ratio, shape)}; the same bits"
+    return row(
+        shape.name,
+        "tokens per second, huge pages",
+        "1/s",
+        {OURS: ours, "pages of 4 KiB": without},
+        method,
+        better="higher",
+    )
+
+
+def _turns(ratio: Ratio, shape: Shape) -> str:
+    low, high = ratio.quartiles
+    return (
+        f"{ratio.num_turns} pairs of turns of {shape.turn_steps} steps, {shape.ranks} rank(s) of "
+        f"{shape.threads} thread(s); median ratio {ratio.median:.3f}, middle half {low:.3f} to {high:.3f}"
+    )
 
 
 def rows(quick: bool) -> list[dict]:

@@ -74,8 +74,8 @@ def want(name: str, given: Any) -> Callable[[], None]:
 def refused(options: Any) -> str | None:
     """Why the inner optimizer cannot keep the masters under Megatron's arguments, or its
     ``OptimizerConfig``."""
-    if not options.bf16:
-        dtype = "fp16" if options.fp16 else "fp32"
+    if not getattr(options, "bf16", False):
+        dtype = "fp16" if getattr(options, "fp16", False) else "fp32"
         return f"parameters are {dtype}; it serves bf16 parameters (--bf16) and their fp32 masters"
     if options.optimizer != "adam":
         return f"--optimizer {options.optimizer} is not served, only adam"

@@ -57,6 +57,7 @@ _BUFFERED = {
     "rampup_batch_size": "steps come to have more micro-batches",
     "step_batch_size_schedule": "steps come to have more micro-batches",
     "accel_host_optimizer": "gradients travel in fp32",
+    "accel_memory_budget": "its plan counts on gradients that are there",
 }
 """Option of Megatron's, or wish -> why the buffer is needed."""
 
@@ -66,13 +67,13 @@ def buffered(context: Context) -> str | None:
     args = context.args
     if args is None:
         return "a program without Megatron's arguments says nothing of its micro-batches"
+    if reason := refused(args):
+        return reason
     if args.world_size > 1:
         return f"gradients are reduced among {args.world_size} ranks"
     if args.global_batch_size != args.micro_batch_size:
         count = args.global_batch_size // args.micro_batch_size
         return f"gradients of {count} micro-batches are summed"
-    if reason := refused(args):
-        return reason
     if (getattr(args, "cuda_graph_impl", None) or "none") != "none":
         return "--cuda-graph-impl: graphs have the buffer's addresses"
     for option, why in _BUFFERED.items():

@@ -1,5 +1,5 @@
-// Counts and limits what PyTorch allocates on the CPU: a pass-through in front of PyTorch's own
-// allocator.
+// Counts and limits what PyTorch allocates on the CPU, and asks for huge pages under it: a pass-through in
+// front of PyTorch's own allocator.
 //
 // Bytes are what malloc really set aside (malloc_usable_size), asked at both ends, so nothing is
 // kept per block. A block carries a deleter that needs no state of ours, and may outlive
@@ -8,6 +8,7 @@
 
 #include <malloc.h>
 #include <pthread.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
@@ -75,6 +76,18 @@ void uncounted_free(void* data) { c10::GetDefaultCPUAllocator()->raw_deleter()(d
 
 thread_local bool thread_is_uncounted = false;
 
+constexpr uintptr_t HUGE_PAGE_BYTES = uintptr_t{1} << 21;
+
+std::atomic<bool> huge_pages_wanted{false};
+
+// The whole huge pages within a block. Where the kernel has none, small ones come as ever.
+void want_huge_pages(void* data, size_t num_bytes) {
+  const uintptr_t start = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t first = (start + HUGE_PAGE_BYTES - 1) & ~(HUGE_PAGE_BYTES - 1);
+  const uintptr_t last = (start + num_bytes) & ~(HUGE_PAGE_BYTES - 1);
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+}
+
 [[noreturn]] void refuse(size_t num_bytes, int64_t limit) {
   counters.refusals.fetch_add(1, std::memory_order_relaxed);
   ACCEL_CHECK_MEMORY(false, "host memory: no room for ", num_bytes, " bytes: ",
@@ -93,6 +106,9 @@ class CountingAllocator final : public c10::Allocator {
     if (data == nullptr) return block;  // 0 bytes
     if (counted && !counters.on_allocate(static_cast<int64_t>(malloc_usable_size(data)), limit)) {
       refuse(num_bytes, limit);
+    }
+    if (num_bytes >= HUGE_PAGE_BYTES && huge_pages_wanted.load(std::memory_order_relaxed)) {
+      want_huge_pages(data, num_bytes);
     }
     block.release_context();
     return {data, data, counted ? &counting_free : &uncounted_free, block.device()};
@@ -176,6 +192,8 @@ std::vector<int64_t> stats() {
 
 void reset_peak() { counters.reset_peak(); }
 
+void huge_pages(bool on) { huge_pages_wanted.store(on); }
+
 TORCH_LIBRARY_FRAGMENT(accel, m) {
   m.def("_host_memory_install() -> ()", &install);
   m.def("_host_memory_uninstall() -> ()", &uninstall);
@@ -185,6 +203,7 @@ TORCH_LIBRARY_FRAGMENT(accel, m) {
   m.def("_host_memory_is_pinned(Tensor x) -> bool", &is_pinned);
   m.def("_host_memory_stats() -> int[]", &stats);
   m.def("_host_memory_reset_peak() -> ()", &reset_peak);
+  m.def("_host_memory_huge_pages(bool on) -> ()", &huge_pages);
 }
 
 // vmap's tensors have no storage of their own, and no other way to be asked.

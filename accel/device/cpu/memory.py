@@ -22,14 +22,25 @@ import torch
 from accel import machine
 from accel.ops import _native
 
-__all__ = ["install", "is_pinned", "limit", "pins", "set_limit", "source", "uncounted", "uninstall"]
+__all__ = [
+    "huge_pages",
+    "install",
+    "is_pinned",
+    "limit",
+    "missing",
+    "pins",
+    "set_limit",
+    "source",
+    "uncounted",
+    "uninstall",
+]
 
 _KIB = 1024  # ru_maxrss is in KiB on Linux
 _OF_MALLOC = ("x86_64", "AMD64")
 """On these PyTorch's memory is malloc's, which tells the size of a block; on AArch64 it is mimalloc's."""
 
 
-def _missing() -> str | None:
+def missing() -> str | None:
     """Why nothing counts allocations; None if something does."""
     if (machine_type := platform.machine()) not in _OF_MALLOC:
         return f"PyTorch's allocator on {machine_type} does not tell the size of its blocks"
@@ -38,7 +49,7 @@ def _missing() -> str | None:
 
 def install() -> None:
     """Start counting, if the native library is there."""
-    if _missing() is None:
+    if missing() is None:
         torch.ops.accel._host_memory_install()
 
 
@@ -47,13 +58,13 @@ def uninstall() -> None:
 
     A limit ends here.
     """
-    if _missing() is None:
+    if missing() is None:
         torch.ops.accel._host_memory_uninstall()
 
 
 def source() -> str:
     """Where the figures come from: ``allocator`` or ``resident set``."""
-    return "allocator" if _missing() is None else "resident set"
+    return "allocator" if missing() is None else "resident set"
 
 
 def set_limit(num_bytes: int | None) -> None:
@@ -70,12 +81,10 @@ def set_limit(num_bytes: int | None) -> None:
         raise ValueError(
             f"a memory limit is at least 1 byte, or None for no limit, got {num_bytes}"
         )
-    if missing := _missing():
+    if why := missing():
         if num_bytes is None:
             return
-        raise RuntimeError(
-            f"a limit of {num_bytes} bytes of host memory cannot be enforced: {missing}"
-        )
+        raise RuntimeError(f"a limit of {num_bytes} bytes of host memory cannot be enforced: {why}")
     torch.ops.accel._host_memory_limit(num_bytes or 0)
 
 
@@ -97,7 +106,7 @@ def below_limit() -> int | None:
 
 
 def _limit() -> int | None:
-    return torch.ops.accel._host_memory_stats()[5] or None if _missing() is None else None
+    return torch.ops.accel._host_memory_stats()[5] or None if missing() is None else None
 
 
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
@@ -118,7 +127,7 @@ def get_per_process_memory_fraction(device: Any = None) -> float:
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
     """What this thread allocates inside is pinned memory: never counted nor limited."""
-    if _missing() is not None:
+    if missing() is not None:
         yield
         return
     before = torch.ops.accel._host_memory_uncounted(True)
@@ -128,19 +137,25 @@ def uncounted() -> Iterator[None]:
         torch.ops.accel._host_memory_uncounted(before)
 
 
+def huge_pages(on: bool) -> None:
+    """Whether blocks of 2 MiB and more ask the kernel for huge pages from now on. Those that have asked keep
+    them, and what malloc gives in the same place after them has them too."""
+    torch.ops.accel._host_memory_huge_pages(on)
+
+
 def is_pinned(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is in memory that :func:`uncounted` gave, as a view too."""
-    return _missing() is None and torch.ops.accel._host_memory_is_pinned(tensor)
+    return missing() is None and torch.ops.accel._host_memory_is_pinned(tensor)
 
 
 def pins() -> bool:
     """Whether pinned memory differs from other memory here: an allocator counts the other."""
-    return _missing() is None and torch.ops.accel._host_memory_installed()
+    return missing() is None and torch.ops.accel._host_memory_installed()
 
 
 def _figures() -> tuple[int, int, int, int, int]:
     """Current bytes, peak bytes, number of allocations, of frees, and of refusals by the limit."""
-    if _missing() is None:
+    if missing() is None:
         current, peak, allocations, frees, refusals, _ = torch.ops.accel._host_memory_stats()
         return current, peak, allocations, frees, refusals
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
@@ -164,7 +179,7 @@ def max_memory_reserved(device: Any = None) -> int:
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    if _missing() is None:
+    if missing() is None:
         torch.ops.accel._host_memory_reset_peak()
 
 
