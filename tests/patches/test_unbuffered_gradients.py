@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -193,6 +195,16 @@ def test_a_model_stays_as_it_is_when_accel_goes() -> None:
         from megatron.core.distributed import DistributedDataParallel
 
         assert isinstance(model, DistributedDataParallel)
+
+
+def test_a_model_is_freed() -> None:
+    with one_rank(**ON), unbuffered():
+        model, optimizer = build(bf16=True)
+        run_backward(model, 0)
+        gone = [weakref.ref(model), weakref.ref(model.module[0].weight)]
+        del model, optimizer
+        gc.collect()
+        assert [ref() for ref in gone] == [None, None]
 
 
 @pytest.mark.parametrize(
