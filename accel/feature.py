@@ -248,6 +248,9 @@ def _decide(
     how = asked.get(feature.name)
     if how is None:
         return Choice(feature, "no", "off")
+    told = context if how == "flag" or not context.late else replace(context, args=None)
+    if how != "flag" and (reason := feature.idle(told)):
+        return Choice(feature, how, "idle", reason)  # what has nothing to do stands in nobody's way
     if clash := _clash(feature, asked, context):
         if how == "flag":
             raise ValueError(clash)
@@ -265,11 +268,9 @@ def _decide(
         )
     if reason := feature.unavailable(context):
         return Choice(feature, how, "skipped", reason)
-    if how != "flag" and context.late:
-        context = replace(context, args=None)
-    if reason := feature.idle(context):
+    if reason := feature.idle(told):
         return Choice(feature, how, "idle", reason)
-    return Choice(feature, how, "active", feature.aside(context) or "")
+    return Choice(feature, how, "active", feature.aside(told) or "")
 
 
 def _with_requirements(choice: Choice, earlier: Sequence[Choice]) -> Choice:

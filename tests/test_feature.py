@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,6 +83,14 @@ def test_clash_with_a_megatron_flag() -> None:
         choose([PICKY], "off", {"picky": True}, THERE)
     (choice,) = choose([PICKY], "fast", {}, THERE)
     assert (choice.state, "--tp-comm-overlap" in choice.reason) == ("skipped", True)
+
+
+def test_what_has_nothing_to_do_clashes_with_nobody_unless_it_was_asked_for_by_name() -> None:
+    resting = replace(PICKY, idle=lambda context: "nothing to do")
+    (choice,) = choose([resting], "fast", {}, THERE, strict=True)
+    assert (choice.state, choice.reason) == ("idle", "nothing to do")
+    with pytest.raises(ValueError, match="it owns the buffer"):
+        choose([resting], "fast", {"picky": True}, THERE)
 
 
 def test_skip_has_a_reason_and_is_an_error_when_strict() -> None:

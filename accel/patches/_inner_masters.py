@@ -71,14 +71,20 @@ def want(name: str, given: Any) -> Callable[[], None]:
     return functools.partial(WANTED.__delitem__, name)
 
 
-def refused(options: Any) -> str | None:
-    """Why the inner optimizer cannot keep the masters under Megatron's arguments, or its
-    ``OptimizerConfig``."""
+def without_masters(options: Any) -> str | None:
+    """Why there are none to keep under Megatron's arguments, or its ``OptimizerConfig``."""
     if not getattr(options, "bf16", False):
         dtype = "fp16" if getattr(options, "fp16", False) else "fp32"
         return f"parameters are {dtype}; it serves bf16 parameters (--bf16) and their fp32 masters"
     if options.optimizer != "adam":
         return f"--optimizer {options.optimizer} is not served, only adam"
+    return None
+
+
+def refused(options: Any) -> str | None:
+    """Why the inner optimizer cannot keep the masters under these."""
+    if reason := without_masters(options):
+        return reason
     for option, why in _EXCLUDED.items():
         if getattr(options, option, False):
             return f"--{option.replace('_', '-')}: {why}"
@@ -94,11 +100,14 @@ def configured(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
         by_flag = self.use_precision_aware_optimizer and self.use_distributed_optimizer
         if wanted and (reason := refused(self)):
             names = " and ".join(wanted)
-            _log.warning("%s: this optimizer keeps its own masters: %s", names, reason)
+            nothing_lost = wanted == [SHARED] and without_masters(self)
+            level = logging.INFO if nothing_lost else logging.WARNING
+            _log.log(level, "%s: this optimizer keeps its own masters: %s", names, reason)
             wanted = []
             self.use_precision_aware_optimizer = (
                 by_flag  # a copy of a configuration of ours may have it
             )
+        self.accel_by_flag = by_flag
         if wanted:
             # without the distributed optimizer upstream refuses the flag, but follows it all the same
             self.use_precision_aware_optimizer = self.use_distributed_optimizer
@@ -128,13 +137,19 @@ def built(build: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(build)
     def build_(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
         wanted = [name for name in (SHARED, HOST) if name in WANTED and not refused(config)]
+        option = _asked_of(model_chunks)
+        if option and HOST in wanted:
+            raise ValueError(f"--accel-host-optimizer and {option}: {_EXCLUDED[option]}")
+        if option and wanted and config.use_precision_aware_optimizer:
+            why = f"{option}: {_EXCLUDED[option]}"
+            _log.warning("%s: this optimizer keeps its own masters: %s", SHARED, why)
+            wanted = []
+            config.use_precision_aware_optimizer = config.accel_by_flag
+            if not config.accel_by_flag:
+                config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
         ours = config.use_precision_aware_optimizer and not config.optimizer_cpu_offload
         if not ours or not (wanted or FLAG in WANTED):
             return build(config, model_chunks, *args, **kwargs)
-        option = _asked_of(model_chunks)
-        if option and wanted:
-            flag = "--accel-" + wanted[0].replace("_", "-")
-            raise ValueError(f"{flag} and {option}: {_EXCLUDED[option]}")
         if option == "use_megatron_fsdp":
             raise ValueError(NOT_WITH_FSDP)
         adam = functools.partial(HostAdam, host=WANTED[HOST]()) if HOST in wanted else None

@@ -39,7 +39,7 @@ def _refuses(context: Context) -> str | None:
 
 def _idle(context: Context) -> str | None:
     asked = getattr(context.args, "use_precision_aware_optimizer", False)
-    return "--use-precision-aware-optimizer does it" if asked else None
+    return "--use-precision-aware-optimizer does it" if asked else _refuses(context)
 
 
 FEATURE = Feature(

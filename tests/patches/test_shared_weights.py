@@ -204,20 +204,24 @@ def test_the_learning_rate_may_come_later(
 def test_gradients_reduced_in_bf16_are_clipped_in_fp32() -> None:
     from accel.patches._inner_masters import in_the_dtype_of_main_grads
 
-    with one_rank(fused_adamw=True, shared_weights=True):
-        model, optimizer, inner = built(True)
-        one_step(model, optimizer, 0)
-        params = inner.get_parameters()
+    """By the step as it reads them; where upstream's clipping would write them, they are widened before."""
+    for fused in (True, False):
+        with one_rank(fused_adamw=fused, shared_weights=True):
+            model, optimizer, inner = built(True)
+            one_step(model, optimizer, 0)
+            params = inner.get_parameters()
 
-        def copy_(self: Any) -> None:
-            for p in params:
-                p.decoupled_grad = torch.ones_like(p)
+            def copy_(self: Any, params: list[Any] = params) -> None:
+                for p in params:
+                    p.decoupled_grad = torch.ones_like(p)
 
-        in_the_dtype_of_main_grads(copy_)(inner)
-        assert {p.decoupled_grad.dtype for p in params} == {torch.float32}
-        inner.config.main_grads_dtype = torch.bfloat16
-        in_the_dtype_of_main_grads(copy_)(inner)
-        assert {p.decoupled_grad.dtype for p in params} == {torch.bfloat16}
+            def dtypes(inner: Any = inner, params: list[Any] = params) -> set[torch.dtype]:
+                in_the_dtype_of_main_grads(copy_)(inner)
+                return {p.decoupled_grad.dtype for p in params}
+
+            assert dtypes() == {torch.bfloat16 if fused else torch.float32}
+            inner.config.main_grads_dtype = torch.bfloat16
+            assert dtypes() == {torch.bfloat16}
 
 
 def test_state_dicts_of_the_plain_optimizer_are_stocks_both_ways() -> None:
@@ -350,31 +354,45 @@ def test_what_cannot_share_is_refused_by_name(changed: dict[str, Any], text: str
     context = Context("cpu", "0.19.2", SimpleNamespace(**{**ARGS, **changed}))
     with pytest.raises(ValueError, match=f"^--accel-shared-weights.*{text}"):
         choose(features, "off", {"shared_weights": True}, context)
-    (choice,) = choose(features, "max", {}, context)
-    assert choice.state == "skipped"
+    (choice,) = choose(features, "fast", {}, context, strict=True)
+    assert choice.state == "idle"
     assert text in choice.reason
-    (choice,) = choose(features, "max", {}, Context("cpu", "0.19.2", SimpleNamespace(**ARGS)))
+    (choice,) = choose(features, "fast", {}, Context("cpu", "0.19.2", SimpleNamespace(**ARGS)))
     assert choice.state == "active"
 
 
+@pytest.mark.parametrize("feature", ["shared_weights", "host_optimizer"])
+@pytest.mark.parametrize("by_flag", [False, True])
 @pytest.mark.parametrize("option", ["qk_clip", "fp8_param_gather"])
 def test_options_that_are_no_optimizers_are_asked_of_their_owners(
-    option: str, monkeypatch: pytest.MonkeyPatch
+    option: str,
+    by_flag: bool,
+    feature: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A program without a command line has them in the model's configuration, or the wrapper's."""
     from accel.patches import _inner_masters
 
-    monkeypatch.setitem(_inner_masters.WANTED, _inner_masters.SHARED, True)
+    monkeypatch.setitem(_inner_masters.WANTED, feature, True)
     owner = "config" if option == "qk_clip" else "ddp_config"
     ddp_config = SimpleNamespace(use_megatron_fsdp=False)
     chunk = SimpleNamespace(config=SimpleNamespace(), ddp_config=ddp_config)
     setattr(getattr(chunk, owner), option, True)
     config = SimpleNamespace(
-        **ARGS | {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": False}
+        **ARGS | {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": False},
+        use_precision_aware_optimizer_no_fp8_or_ds_fp8=True,
+        accel_by_flag=by_flag,
     )
-    build = _inner_masters.built(lambda *_: None)
-    with pytest.raises(ValueError, match=f"--accel-shared-weights and {option}: it"):
-        build(config, [chunk])
+    build = _inner_masters.built(lambda config, _: "stock's")
+    if feature == "host_optimizer":
+        with pytest.raises(ValueError, match=f"--accel-host-optimizer and {option}: it"):
+            build(config, [chunk])
+        return
+    assert build(config, [chunk]) == "stock's"
+    assert f"shared_weights: this optimizer keeps its own masters: {option}: it" in caplog.text
+    assert config.use_precision_aware_optimizer is by_flag
+    assert config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 is by_flag
 
 
 def test_main_params_of_a_checkpoint_are_an_error() -> None:
@@ -389,7 +407,7 @@ def test_main_params_of_a_checkpoint_are_an_error() -> None:
 def test_an_fp32_optimizer_stays_as_it_is_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with (
         one_rank(fused_adamw=True, shared_weights=True),
-        caplog.at_level(logging.WARNING, "accel"),
+        caplog.at_level(logging.INFO, "accel"),
     ):
         model, optimizer = build()
         assert "keeps its own masters: parameters are fp32" in caplog.text
