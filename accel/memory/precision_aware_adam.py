@@ -149,6 +149,17 @@ class PrecisionAwareAdam(ClipsInStep, torch.optim.Adam):
             state[MASTER] = memory[MASTER]
             self._reload_master(param)
 
+    def _complete_state(self, param: Tensor) -> None:
+        """A new state, or one that somebody has begun: with moments of any dtype, as for torch's Adam."""
+        given = self.state[param]
+        if {"step", *MOMENTS, MASTER} <= given.keys():
+            return
+        del self.state[param]
+        self.initialize_state(param)
+        self.state[param]["step"] = given.get("step", self.state[param]["step"])
+        for name in given.keys() & {*MOMENTS, MASTER}:
+            self.set_scaled_state(param, name, given[name].float())
+
     def _allocate(self, param: Tensor, name: str) -> Tensor:
         """Memory for a state of `param`, with anything in it."""
         return torch.empty_like(param, dtype=self._dtype_of(param, name))
@@ -158,6 +169,7 @@ class PrecisionAwareAdam(ClipsInStep, torch.optim.Adam):
         checkpoint wants it; the device has no room for all of them."""
         if state_name == MASTER and self._is_own_master(param):
             return param.detach()
+        self._complete_state(param)
         if self.state[param][state_name].dtype == torch.float32:
             return self.state[param][state_name]
         with not_on_device(param.device):
@@ -173,8 +185,7 @@ class PrecisionAwareAdam(ClipsInStep, torch.optim.Adam):
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Take a state in fp32, or int16 for the remainder itself. A master in fp32 writes the parameter too,
         as what it is kept as: so a resumed run has the parameters of the uninterrupted one."""
-        if not self.state[param]:
-            self.initialize_state(param)
+        self._complete_state(param)
         if unscaled_state.dtype == torch.int16:
             self.state[param][state_name].copy_(unscaled_state)
             return
@@ -188,8 +199,9 @@ class PrecisionAwareAdam(ClipsInStep, torch.optim.Adam):
     @torch.no_grad()
     def reload_masters(self) -> None:
         """Make the masters what the parameters are, after these were written by somebody else."""
-        for param, state in self.state.items():
+        for param, state in list(self.state.items()):
             if state and not self._is_own_master(param):
+                self._complete_state(param)
                 self._reload_master(param)
 
     def _reload_master(self, param: Tensor) -> None:
@@ -263,8 +275,7 @@ class PrecisionAwareAdam(ClipsInStep, torch.optim.Adam):
 
     def _ready_state(self, param: Tensor) -> None:
         """Whatever others have put into its state, or done to its data."""
-        if not self.state[param]:
-            self.initialize_state(param)
+        self._complete_state(param)
         state = self.state[param]
         if not isinstance(state["step"], Tensor) or state["step"].device.type != "cpu":
             state["step"] = torch.tensor(float(state["step"]))
@@ -315,8 +326,7 @@ class PrecisionAwareAdam(ClipsInStep, torch.optim.Adam):
         for param, state in given.items():
             if state is not None:
                 self.state[param] = before.get(param, {})  # `state` may hold its tensors
-                if not self.state[param]:
-                    self.initialize_state(param)
+                self._complete_state(param)
                 self._load(param, state)
 
     def _check_state(self, number: int, param: Tensor, given: dict[str, Any]) -> None:

@@ -125,6 +125,37 @@ def test_states_are_told_in_fp32_and_taken_back() -> None:
     assert torch.equal(other, param)  # a master brings its weight
 
 
+@pytest.mark.parametrize("first", ["step", "reload_masters", "get_unscaled_state"])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_state_that_somebody_has_begun_is_completed(dtype, moments, first) -> None:
+    """Programs give moments to parameters that have none, as torch's Adam would have them."""
+    grads = gradients()
+    begun = {name: g.to(dtype) for name, g in zip(("exp_avg", "exp_avg_sq"), grads, strict=False)}
+    options = {
+        "exp_avg_dtype": moments,
+        "exp_avg_sq_dtype": moments,
+        "store_param_remainders": True,
+    }
+    param, expected = parameter(dtype), parameter(dtype)
+    optimizer, whole = made(param, **options), made(expected, **options)
+    whole.initialize_state(expected)
+    for name, value in begun.items():
+        optimizer.state[param][name] = value
+        whole.set_scaled_state(expected, name, value.float())
+    if first == "reload_masters":
+        optimizer.reload_masters()
+    elif first == "get_unscaled_state":
+        assert torch.equal(optimizer.get_unscaled_state(param, "master_param"), param.float())
+    train(optimizer, grads[2:])
+    train(whole, grads[2:])
+    assert torch.equal(param, expected)
+    assert optimizer.state[param]["exp_avg"].dtype == whole.state[expected]["exp_avg"].dtype
+    for name in ("master_param", *begun):
+        values = (o.get_unscaled_state(p, name) for o, p in ((optimizer, param), (whole, expected)))
+        assert torch.equal(*values)
+
+
 def test_remainders_of_transformer_engine_are_taken() -> None:
     """It rounds ties up, also to an odd weight."""
     tie = torch.tensor([0x3F808000], dtype=torch.int32).view(torch.float32)
