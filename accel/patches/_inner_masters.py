@@ -144,8 +144,8 @@ def built(build: Callable[..., Any]) -> Callable[..., Any]:
             why = f"{option}: {_EXCLUDED[option]}"
             _log.warning("%s: this optimizer keeps its own masters: %s", SHARED, why)
             wanted = []
-            config.use_precision_aware_optimizer = config.accel_by_flag
-            if not config.accel_by_flag:
+            if not getattr(config, "accel_by_flag", True):
+                config.use_precision_aware_optimizer = False
                 config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
         ours = config.use_precision_aware_optimizer and not config.optimizer_cpu_offload
         if not ours or not (wanted or FLAG in WANTED):
