@@ -31,7 +31,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -173,7 +173,7 @@ def run_rows(name: str, rows: Callable[[bool], list[dict]], args: argparse.Names
     """
     at = commit()
     try:
-        with _sigterm_exits():
+        with _sigterm_exits(), redirect_stdout(sys.stderr):  # Megatron's log is on standard output
             made = rows(args.quick)
     except (subprocess.SubprocessError, TimeoutError, RuntimeError, ValueError) as error:
         print(f"accel bench {name}: {error}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """The benchmark runner: the promised JSON, no timing of wrong sides, errors with the way out."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -221,6 +222,19 @@ def test_rows_that_a_benchmark_made_are_reported(capsys):
     assert report["rows"] == rows(True)
     assert run_rows(rows) == 0
     assert "sum: by hand" in capsys.readouterr().out
+
+
+def test_what_is_printed_while_rows_are_made_is_not_among_the_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def rows(quick: bool) -> list[dict]:
+        logging.StreamHandler(sys.stdout).emit(logging.makeLogRecord({"msg": "said by Megatron"}))
+        return []
+
+    assert run_rows(rows, "--json") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["rows"] == []
+    assert "said by Megatron" in err
 
 
 @pytest.mark.parametrize(
