@@ -249,14 +249,17 @@ def _decide(
     if how is None:
         return Choice(feature, "no", "off")
     told = context if how == "flag" or not context.late else replace(context, args=None)
-    if how != "flag" and (reason := feature.idle(told)):
+    elsewhere = ""
+    if context.device not in feature.devices:
+        elsewhere = f"concerns {', '.join(feature.devices)} only"
+    if how != "flag" and (reason := elsewhere or feature.idle(told)):
         return Choice(feature, how, "idle", reason)  # what has nothing to do stands in nobody's way
     if clash := _clash(feature, asked, context):
         if how == "flag":
             raise ValueError(clash)
         return Choice(feature, how, "skipped", clash)
-    if context.device not in feature.devices:
-        return Choice(feature, how, "idle", f"concerns {', '.join(feature.devices)} only")
+    if elsewhere:
+        return Choice(feature, how, "idle", elsewhere)
     if not allow_untested and context.megatron not in SpecifierSet(
         feature.megatron, prereleases=True
     ):

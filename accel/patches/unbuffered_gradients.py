@@ -69,11 +69,11 @@ def buffered(context: Context) -> str | None:
         return "a program without Megatron's arguments says nothing of its micro-batches"
     if reason := refused(args):
         return reason
-    if args.world_size > 1:
-        return f"gradients are reduced among {args.world_size} ranks"
-    if args.global_batch_size != args.micro_batch_size:
-        count = args.global_batch_size // args.micro_batch_size
-        return f"gradients of {count} micro-batches are summed"
+    if (ranks := getattr(args, "world_size", 1)) > 1:
+        return f"gradients are reduced among {ranks} ranks"
+    whole, micro = getattr(args, "global_batch_size", 1), getattr(args, "micro_batch_size", 1)
+    if whole != micro:
+        return f"gradients of {whole // micro} micro-batches are summed"
     if (getattr(args, "cuda_graph_impl", None) or "none") != "none":
         return "--cuda-graph-impl: graphs have the buffer's addresses"
     for option, why in _BUFFERED.items():
