@@ -252,8 +252,9 @@ def _decide(
     elsewhere = ""
     if context.device not in feature.devices:
         elsewhere = f"concerns {', '.join(feature.devices)} only"
-    if how != "flag" and (reason := elsewhere or feature.idle(told)):
-        return Choice(feature, how, "idle", reason)  # what has nothing to do stands in nobody's way
+    resting = elsewhere or feature.idle(told)
+    if resting and how != "flag":  # what has nothing to do stands in nobody's way
+        return Choice(feature, how, "idle", resting)
     if clash := _clash(feature, asked, context):
         if how == "flag":
             raise ValueError(clash)
@@ -271,8 +272,8 @@ def _decide(
         )
     if reason := feature.unavailable(context):
         return Choice(feature, how, "skipped", reason)
-    if reason := feature.idle(told):
-        return Choice(feature, how, "idle", reason)
+    if resting:
+        return Choice(feature, how, "idle", resting)
     return Choice(feature, how, "active", feature.aside(told) or "")
 
 

@@ -6,18 +6,14 @@ layers of Llama 3 8B. The gradients themselves stay as they are.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["ClipsInStep", "clip_in_step", "is_on", "switch_on"]
-
-_ASKING: list[object] = []
-"""One for each feature that is on whose clipping asks `clip_in_step`."""
+__all__ = ["ClipsInStep", "clip_in_step"]
 
 _optimizers: weakref.WeakSet[ClipsInStep] = weakref.WeakSet()
 
@@ -91,15 +87,3 @@ def clip_in_step(
     if coefficient < 1.0:
         found[0].clip(coefficient)
     return True
-
-
-def switch_on() -> Callable[[], None]:
-    """For ``Feature.switch_on``."""
-    mine = object()
-    _ASKING.append(mine)
-    return functools.partial(_ASKING.remove, mine)
-
-
-def is_on() -> bool:
-    """Whether gradients are clipped as they are read: in fp32, whatever they are kept in."""
-    return bool(_ASKING)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.memory import clip_in_step
 from accel.memory.host_adam import REPLICATED, HostAdam
 from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from accel.patches._told import told
@@ -25,6 +24,7 @@ from accel.patching import Patch
 from accel.upstream import fused_adam_installed
 
 __all__ = [
+    "CLIPPING",
     "ELSEWHERE",
     "INNER_MASTERS",
     "NOT_WITH_FSDP",
@@ -42,6 +42,8 @@ WANTED: dict[str, Any] = {}
 """Name of a feature that is on -> what it was given."""
 
 FLAG, SHARED, HOST = "precision_aware_optimizer", "shared_weights", "host_optimizer"
+CLIPPING = "fused_adamw"
+"""Not one that wants masters kept: it clips gradients as they are read."""
 
 ELSEWHERE = "it writes or keeps the fp32 masters itself"
 NOT_WITH_FSDP = (
@@ -243,7 +245,7 @@ def in_the_dtype_of_main_grads(copy: Callable[[Any], None]) -> Callable[[Any], N
 def reads_any_dtype(optimizer: Any) -> bool:
     """Whether nobody writes gradients between their reduction and the step of this optimizer of Megatron's,
     which reads them in fp32 and clips what it has read. Transformer Engine's and Apex's clipping writes."""
-    clipped_as_read = clip_in_step.is_on() and not fused_adam_installed(None)
+    clipped_as_read = CLIPPING in WANTED and not fused_adam_installed(None)
     unscaled = optimizer.grad_scaler is None
     return unscaled and clipped_as_read and type(optimizer.optimizer) is PrecisionAwareAdam
 

@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from accel.feature import Feature
-from accel.memory import clip_in_step as clipping
 from accel.memory.clip_in_step import ClipsInStep, clip_in_step
 from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from accel.ops import adamw, l2_norm
 from accel.ops import scale as scale_all
 from accel.ops._dispatch import log_fallback
+from accel.patches._inner_masters import CLIPPING, want
 from accel.patches._kernels import kernels
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, fused_adam_installed
@@ -54,7 +54,7 @@ FEATURE = Feature(
     aside=fused_adam_installed,
     benchmarks=("adamw",),
     unavailable=kernels("adamw_", "l2_norm", "scale_"),
-    switch_on=clipping.switch_on,
+    switch_on=functools.partial(want, CLIPPING, True),
     patches=(
         Patch(
             target=f"{_OPTIMIZER}:MegatronOptimizer.__init__",

@@ -2,9 +2,9 @@
 
 What malloc has given back to the kernel comes anew as pages of 4 KiB, zeroed at the first touch, one fault
 each: 48,000 in a step of four layers of hidden size 1024. Here PyTorch's allocator asks for huge pages within
-each block of 2 MiB and more (``madvise``), and there are 1,000. The numbers are the same, and so is what
-``torch.cuda.memory_allocated`` counts; the resident set of the process rises by what such a page holds beyond
-its tensors.
+each block of 2 MiB and more (``madvise``), and there are 1,500 to 2,600. The numbers are the same, and so is
+what ``torch.cuda.memory_allocated`` counts; the resident set of the process rises by what such a page holds
+beyond its tensors.
 
 Idle where the kernel gives huge pages unasked, or none
 (``/sys/kernel/mm/transparent_hugepage/enabled``). Blocks that are there already keep what they were promised,

@@ -49,6 +49,7 @@ _BUFFERED = {
     "delay_wgrad_compute": "gradients come outside the backward",
     "calculate_per_token_loss": "gradients are scaled in fp32",
     "loss_scale": "gradients are scaled in fp32",
+    "cuda_graph_impl": "graphs have the buffer's addresses",
     "enable_cuda_graph": "graphs have the buffer's addresses",
     "external_cuda_graph": "graphs have the buffer's addresses",
     "fp8": "weights are no bf16",
@@ -74,10 +75,13 @@ def buffered(context: Context) -> str | None:
     whole, micro = getattr(args, "global_batch_size", 1), getattr(args, "micro_batch_size", 1)
     if whole != micro:
         return f"gradients of {whole // micro} micro-batches are summed"
-    if (getattr(args, "cuda_graph_impl", None) or "none") != "none":
-        return "--cuda-graph-impl: graphs have the buffer's addresses"
+    return _asked_of(args)
+
+
+def _asked_of(owner: Any) -> str | None:
+    """The option that needs the buffer, of arguments or a configuration."""
     for option, why in _BUFFERED.items():
-        if getattr(args, option, None):
+        if getattr(owner, option, None) not in (None, False, "none"):
             return f"--{option.replace('_', '-')}: {why}"
     return None
 
@@ -139,10 +143,8 @@ def _is_needed(config: Any, ddp_config: Any, params: Sequence[Any]) -> str | Non
 
     if config.gradient_accumulation_fusion:
         return "its configuration asks for gradient_accumulation_fusion"
-    for owner in (config, ddp_config):
-        for option, why in _BUFFERED.items():
-            if getattr(owner, option, None):
-                return f"{option}: {why}"
+    if reason := _asked_of(config) or _asked_of(ddp_config):
+        return reason
     if dtypes := {p.dtype for p in params} - {torch.bfloat16, torch.float32}:
         return f"parameters of {dtypes.pop()}"
     if (world := torch.distributed.get_world_size()) > 1:

@@ -184,6 +184,53 @@ def test_nan_is_found_as_in_a_bucket(bad: float) -> None:
         rerun.destroy_rerun_state_machine()
 
 
+class Machine:
+    """A rerun state machine that notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, bool, float]] = []
+
+    def is_unexpectedly_large(self, result: Tensor, threshold: float, context: str) -> bool:
+        return bool(result > 1e9)
+
+    def validate_result(
+        self, result: Tensor, rejection_func: Any, message: str, tolerance: float, fatal: bool
+    ) -> None:
+        values = {"NaN": torch.nan, "Inf": torch.inf, "large": 1e10}
+        (rejected,) = (
+            n for n, v in values.items() if rejection_func(torch.tensor(v)) and n in message
+        )
+        self.asked.append((rejected, fatal, tolerance))
+        self.norm = result
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("nan", [False, True])
+def test_the_checks_are_upstreams(nan: bool, large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import rerun_state_machine as rerun
+    from megatron.core.distributed import param_and_grad_buffer
+
+    def asked() -> Machine:
+        machine = Machine()
+        for module in (rerun, param_and_grad_buffer):
+            monkeypatch.setattr(module, "get_rerun_state_machine", lambda: machine)
+        model, _ = build(bf16=True)
+        model.ddp_config.check_for_nan_in_grad = nan
+        model.ddp_config.check_for_large_grads = large
+        run_backward(model, 0)
+        model.finish_grad_sync()
+        return machine
+
+    with one_rank(**ON):
+        expected = asked()
+    with one_rank(**ON), unbuffered():
+        found = asked()
+    assert found.asked == expected.asked
+    assert len(found.asked) == 2 * nan + large
+    if nan or large:
+        torch.testing.assert_close(found.norm, expected.norm, rtol=1e-5, atol=0)
+
+
 def test_a_model_stays_as_it_is_when_accel_goes() -> None:
     """Or its gradients would be summed over all steps to come."""
     with one_rank(**ON):
