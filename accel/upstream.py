@@ -15,6 +15,7 @@ __all__ = [
     "SUPPORTED_MEGATRON",
     "SUPPORTED_RANGE",
     "fused_adam_installed",
+    "fused_adam_library",
     "megatron_folder",
     "megatron_version",
     "te_has_its_own",
@@ -72,9 +73,14 @@ def te_has_its_own(context: Any) -> str | None:
     return "not in Transformer Engine's layers, which have their own" if theirs else None
 
 
+def fused_adam_library() -> str | None:
+    """Whose Adam and whose gradient clipping Megatron takes, if they are not torch's and its own."""
+    return "Transformer Engine" if te_installed() else "Apex" if _apex_installed() else None
+
+
 def fused_adam_installed(context: object) -> str | None:
     """For ``Feature.aside``: that Megatron's Adam is another library's."""
-    library = "Transformer Engine" if te_installed() else "Apex" if _apex_installed() else None
+    library = fused_adam_library()
     return f"not in the steps of {library}'s FusedAdam" if library else None
 
 

@@ -28,9 +28,10 @@ def path_of(version: str) -> str:
     return os.pathsep.join(path)
 
 
-def output_with(version: str, code: str) -> str:
-    """What Python code prints in a process of its own, on that version."""
-    env = {**os.environ, "PYTHONPATH": path_of(version)}
+def output_with(version: str, code: str, *beside: Path) -> str:
+    """What Python code prints in a process of its own, on that version, with more folders to import from."""
+    path = os.pathsep.join([*map(str, beside), path_of(version)])
+    env = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=env,

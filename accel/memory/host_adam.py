@@ -291,12 +291,6 @@ class HostAdam(PrecisionAwareAdam):
 
     # States
 
-    def initialize_all_states(self) -> None:
-        """Of every parameter that has none yet."""
-        for param in (p for group in self.param_groups for p in group["params"]):
-            if not self.state[param]:
-                self.initialize_state(param)
-
     def _allocate(self, param: Tensor, name: str) -> Tensor:
         if self.is_on_host(param):
             return self._arenas[param].view(param, name)

@@ -56,8 +56,11 @@ def step_at_once(rows: Sequence[tuple[Tensor, ...]], options: dict[str, Any]) ->
     adamw(masters, grads, exp_avgs, exp_avg_sqs, steps, **beside, **options)
 
 
-class PrecisionAwareAdam(ClipsInStep, torch.optim.Adam):
+class PrecisionAwareAdam(ClipsInStep, torch.optim.AdamW):
     """AdamW, or Adam, on parameters in fp32, bf16 or fp16.
+
+    An AdamW of torch's by class, for beside Transformer Engine or Apex Megatron's distributed optimizer takes
+    that or their own.
 
     State of each parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` as in ``torch.optim.Adam``,
     ``master_param``, and for a scaled one ``<name>_scale``, a float.
@@ -103,7 +106,8 @@ class PrecisionAwareAdam(ClipsInStep, torch.optim.Adam):
         moment_dtypes = {torch.float32, torch.bfloat16, torch.float16, torch.uint8}
         self._check_dtype("exp_avg_dtype", exp_avg_dtype, moment_dtypes)
         self._check_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype, moment_dtypes)
-        super().__init__(
+        torch.optim.Adam.__init__(  # AdamW's has no choice of `decoupled_weight_decay`
+            self,
             params,
             lr=lr,
             betas=betas,
@@ -122,7 +126,7 @@ class PrecisionAwareAdam(ClipsInStep, torch.optim.Adam):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As torch's AdamW does: Transformer Engine's groups do not say how weights decay."""
-        super().__setstate__(state)
+        torch.optim.Adam.__setstate__(self, state)
         if self.defaults["decoupled_weight_decay"]:
             for group in self.param_groups:
                 group["decoupled_weight_decay"] = True
@@ -132,6 +136,12 @@ class PrecisionAwareAdam(ClipsInStep, torch.optim.Adam):
         if dtype not in allowed:
             listed = ", ".join(sorted(map(str, allowed)))
             raise ValueError(f"PrecisionAwareAdam: {name}={dtype}: use one of {listed}")
+
+    def initialize_all_states(self) -> None:
+        """Of every parameter that has none yet."""
+        for param in (p for group in self.param_groups for p in group["params"]):
+            if not self.state[param]:
+                self.initialize_state(param)
 
     def initialize_state(self, param: Tensor) -> None:
         """Moments of 0 and a master that is the parameter."""

@@ -9,6 +9,7 @@ too (`SharedWeightsOptimizer`). Three features want it, each for a reason of its
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import types
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from accel.memory.host_adam import REPLICATED, HostAdam
 from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from accel.patches._told import told
 from accel.patching import Patch
-from accel.upstream import fused_adam_installed
+from accel.upstream import fused_adam_library
 
 __all__ = [
     "CLIPPING",
@@ -244,10 +245,40 @@ def in_the_dtype_of_main_grads(copy: Callable[[Any], None]) -> Callable[[Any], N
 
 def reads_any_dtype(optimizer: Any) -> bool:
     """Whether nobody writes gradients between their reduction and the step of this optimizer of Megatron's,
-    which reads them in fp32 and clips what it has read. Transformer Engine's and Apex's clipping writes."""
-    clipped_as_read = CLIPPING in WANTED and not fused_adam_installed(None)
-    unscaled = optimizer.grad_scaler is None
-    return unscaled and clipped_as_read and type(optimizer.optimizer) is PrecisionAwareAdam
+    which reads them in fp32 and clips what it has read. Transformer Engine's and Apex's clipping writes, and
+    so does Megatron's where parameters of one optimizer have norms of their own (`mtp_detach_heads`)."""
+    inner = optimizer.optimizer
+    if type(inner) is not PrecisionAwareAdam or optimizer.grad_scaler is not None:
+        return False
+    params = (p for group in inner.param_groups for p in group["params"])
+    one_norm = all(getattr(p, "grad_norm_group", None) is None for p in params)
+    return CLIPPING in WANTED and one_norm and not fused_adam_library()
+
+
+def of_weights_as_they_are(norm: Callable[..., float]) -> Callable[..., float]:
+    """Wraps ``calc_params_l2_norm``."""
+
+    @functools.wraps(norm)
+    def calc_params_l2_norm(model: Any, force_create_fp32_copy: bool = False) -> float:
+        from accel.patches.fused_adamw import multi_tensor_l2_norm
+
+        if force_create_fp32_copy:
+            return norm(model, force_create_fp32_copy)
+        names: dict[str, Any] = {"multi_tensor_l2norm": multi_tensor_l2_norm}  # of any dtypes
+        if part := inspect.unwrap(norm).__globals__.get("_compute_norm_2"):
+            names["_compute_norm_2"] = told(part, {}, **names)
+        chunks = model if isinstance(model, list) else [model]
+        params = [param for chunk in chunks for param in chunk.parameters()]
+        without = [p for p in params if p.dtype == torch.bfloat16 and not hasattr(p, "main_param")]
+        for param in without:
+            param.main_param = param.detach()
+        try:
+            return told(norm, {}, **names)(model)
+        finally:
+            for param in without:
+                del param.main_param
+
+    return calc_params_l2_norm
 
 
 def states_alone(offload: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -273,7 +304,7 @@ def states_alone(offload: Callable[[Any], None]) -> Callable[[Any], None]:
 def into_states_that_are_there(load: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     @functools.wraps(load)
     def load_(self: Any, state_dict: Any) -> None:
-        if isinstance(self.optimizer, HostAdam):
+        if isinstance(self.optimizer, PrecisionAwareAdam):
             self.optimizer.initialize_all_states()
         load(self, state_dict)
 
@@ -320,7 +351,14 @@ INNER_MASTERS = (
         replacement=f"{_HERE}:into_states_that_are_there",
         how="wrap",
         expects=("self", "state_dict"),
-        why="Upstream makes states for the load on the device, all at once, where there are none yet.",
+        why="Where there are no states yet upstream makes some for the load, beside those it loads into.",
+    ),
+    Patch(
+        target="megatron.training.utils:calc_params_l2_norm",
+        replacement=f"{_HERE}:of_weights_as_they_are",
+        how="wrap",
+        expects=("model", "force_create_fp32_copy"),
+        why="Upstream copies all weights without a main parameter to fp32 for --log-params-norm.",
     ),
     Patch(
         target="megatron.core.optimizer.optimizer:MegatronOptimizer.offload_to_cpu",

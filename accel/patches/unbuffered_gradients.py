@@ -14,8 +14,8 @@ asked for beyond this is served all the same: a second gradient of a parameter i
 a parameter without one has zeros, and NaN is looked for as in upstream's buckets.
 
 Idle, and told so, with several ranks or micro-batches, with what steps on the buffer or overlaps its
-reduction, under loss scales and CUDA graphs, and in programs without Megatron's arguments, which may sum as
-many micro-batches as they like.
+reduction, under loss scales and CUDA graphs, beside Transformer Engine and Apex, and in programs without
+Megatron's arguments, which may sum as many micro-batches as they like.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from accel.ops import l2_norm
 from accel.ops._dispatch import warn_once
 from accel.patches._inner_masters import refused
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_RANGE, fused_adam_library
 
 _HERE = "accel.patches.unbuffered_gradients"
 _NAME = "unbuffered_gradients"
@@ -70,6 +70,8 @@ def buffered(context: Context) -> str | None:
         return "a program without Megatron's arguments says nothing of its micro-batches"
     if reason := refused(args):
         return reason
+    if library := fused_adam_library():
+        return f"{library} clips gradients by writing them, in fp32"
     if (ranks := getattr(args, "world_size", 1)) > 1:
         return f"gradients are reduced among {ranks} ranks"
     whole, micro = getattr(args, "global_batch_size", 1), getattr(args, "micro_batch_size", 1)

@@ -4,7 +4,9 @@ stock's own."""
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,9 @@ from accel.device.cpu import memory
 from accel.feature import Context, choose
 from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from accel.patches import shared_weights
+from accel.upstream import SUPPORTED_MEGATRON
 from tests.ops.contract import needs_native
+from tests.versions import output_with, run_on
 
 from .test_fused_adamw import HYPER, build, one_rank, one_step, take_steps
 
@@ -81,6 +85,47 @@ def test_200_steps_are_those_of_stock_but_for_ties(distributed: bool) -> None:
         ulps = (a.view(torch.int32) - b.view(torch.int32)).abs()
         assert ulps.max() <= 4
         assert torch.equal(p.detach(), a.bfloat16())
+
+
+APEX = """
+import torch
+
+class FusedAdam(torch.optim.Optimizer):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **options):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+class FusedSGD(FusedAdam):
+    pass
+"""
+
+
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
+def test_steps_where_megatron_has_another_adam(version: str, tmp_path: Path) -> None:
+    """Apex's here, and Transformer Engine's: upstream asks the distributed optimizer for its class."""
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").touch()
+    (tmp_path / "apex" / "optimizers.py").write_text(APEX)
+    code = f"import {__name__} as test; test.print_steps()"
+    alone, beside = output_with(version, code), output_with(version, code, tmp_path)
+    assert alone.splitlines() == ["False", *beside.splitlines()[1:]]
+    assert beside.startswith("True")
+
+
+def print_steps() -> None:
+    """Whether Megatron has another library's Adam, and what three steps, a checkpoint and one more make."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    print(distrib_optimizer.HAVE_APEX_OR_TE)
+    for distributed in (False, True):
+        with one_rank(fused_adamw=True, shared_weights=True, adam_resume=True):
+            model, optimizer, inner = built(distributed)
+            for step in range(3):
+                one_step(model, optimizer, step)
+            other, resumed, resumed_inner = built(distributed)
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            one_step(other, resumed, 3)
+            for tensor in masters(model, inner) + masters(other, resumed_inner):
+                print(hashlib.sha256(tensor.numpy().tobytes()).hexdigest())
 
 
 @BOTH
@@ -220,6 +265,10 @@ def test_gradients_reduced_in_bf16_are_clipped_in_fp32() -> None:
                 return {p.decoupled_grad.dtype for p in params}
 
             assert dtypes() == {torch.bfloat16 if fused else torch.float32}
+            params[0].grad_norm_group = "mtp"  # has a norm of its own, and is clipped by writing
+            assert dtypes() == {torch.float32}
+            del params[0].grad_norm_group
+            assert dtypes() == {torch.bfloat16 if fused else torch.float32}
             inner.config.main_grads_dtype = torch.bfloat16
             assert dtypes() == {torch.bfloat16}
 
@@ -313,6 +362,45 @@ def test_a_weight_and_its_master_take_4_bytes(distributed: bool) -> None:
             p for g in inner.optimizer.param_groups for p in g["params"] if p.element_size() == 4
         ]
         assert not fp32
+
+
+def test_a_load_makes_no_second_states() -> None:
+    """Upstream's `load_state_dict` would hand in some for those that are not there yet."""
+    with one_rank(fused_adamw=True, shared_weights=True):
+        model, _, inner = built(True)
+        numel = sum(p.numel() for p in model.parameters())
+        saved = inner.state_dict()
+        before = memory.memory_allocated()
+        with memory.limit(before + 11 * numel):  # 10 are the states
+            inner.load_state_dict(saved)
+        assert 10 * numel <= memory.memory_allocated() - before < 11 * numel
+
+
+def check_norm_of_weights() -> None:
+    from megatron.training import global_vars, utils
+
+    for distributed in (False, True):
+        with one_rank(fused_adamw=True, shared_weights=True):
+            model, optimizer, _ = built(distributed)
+            one_step(model, optimizer, 0)
+            weights = list(model.parameters())
+            wanted = torch.cat([p.detach().double().view(-1) for p in weights]).norm().item()
+            wide = weights[0].numel() * 4
+            global_vars.set_args(SimpleNamespace(bf16=True, use_megatron_fsdp=False))
+            try:
+                with memory.limit(memory.memory_allocated() + wide // 2):
+                    found = utils.calc_params_l2_norm(model)
+                copied = utils.calc_params_l2_norm(model, force_create_fp32_copy=True)
+            finally:
+                global_vars.unset_global_variables()
+            assert found == pytest.approx(wanted, rel=1e-6)
+            assert copied == pytest.approx(wanted, rel=1e-6)
+            assert not any(hasattr(p, "main_param") for p in weights)
+
+
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
+def test_the_norm_of_weights_makes_no_copies_in_fp32(version: str) -> None:
+    run_on(version, check_norm_of_weights)
 
 
 @BOTH

@@ -321,6 +321,13 @@ def test_idle_where_the_arguments_need_the_buffer(
         assert (told is None) if reason else "gradients stay where the backward" in (told or "")
 
 
+def test_idle_where_another_library_clips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unbuffered_gradients, "fused_adam_library", lambda: "Apex")
+    context = Context("cuda", "0.19.2", SimpleNamespace(**ARGS))
+    found = unbuffered_gradients.FEATURE.idle(context)
+    assert found == "Apex clips gradients by writing them, in fp32"
+
+
 @pytest.mark.parametrize(
     ("wishes", "on"),
     [
