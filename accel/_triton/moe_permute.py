@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from packaging.version import Version
 from torch import Tensor
 
 from accel._triton.launch import ceil_div, launch, next_power_of_2
@@ -44,6 +45,9 @@ ROW_BLOCK = 8192
 """Columns of a token that one program keeps in registers for all its rows."""
 LONG_ROW_BLOCK = 4096
 """The same of longer rows, which it reads again for each: with 8192, ptxas spills."""
+MAX_REGISTERS = 64 if Version(triton.__version__) >= Version("3.8") else None
+"""Of a thread that sums or weighs; None leaves it to ptxas. Since Triton 3.8 that takes 40 or 32 in some cases
+and spills 28 to 52 bytes, to have more programs beside each other."""
 PADDING_BLOCK = 32
 """Rows in which a program looks for padding."""
 READ_ONCE_BYTES = 64 << 20
@@ -581,7 +585,7 @@ def _sum(
         BY=0 if weights is None else BY_EXPERT.value if by_expert else BY_ROW.value,
         BLOCK_L=_list_block(num_rows), BLOCK_N=block_n,
         BLOCK_E=1 if dprobs is None else next_power_of_2(num_experts),
-        num_warps=_num_warps(2 * block_n),
+        num_warps=_num_warps(2 * block_n), maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     return out
 
@@ -717,6 +721,7 @@ def unpermute_probs_backward(
         BY=BY_EXPERT.value if by_expert else BY_ROW.value, BLOCK_L=_list_block(num_rows),
         BLOCK_P=PADDING_BLOCK, BLOCK_N=block_n, BLOCK_E=next_power_of_2(num_experts),
         WHOLE_ROWS=whole, num_warps=_num_warps(block_n) if whole and block_n < ROW_BLOCK else 16,
+        maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     return dy, dprobs
 
