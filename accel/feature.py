@@ -112,6 +112,9 @@ class Feature:
     """Why there is nothing for it to do here; not a fault."""
     aside: Callable[[Context], str | None] = _never
     """What it has no part in, though it is on for all else: told beside *active*."""
+    relieves: Mapping[str, str] = field(default_factory=dict)
+    """Name of a feature that has less to do, or nothing, where this one is active -> what is told beside its
+    *active*."""
     check: Callable[[Context], None] | None = None
     """Raises ValueError for what Megatron's arguments ask for and nothing can serve, before Megatron's own
     validation and, where that did not see them, when they are final."""
@@ -182,6 +185,8 @@ def choose(
         if choice.state == "active" and (reason := taken(f)):
             choice = Choice(f, choice.asked, "skipped", reason)
         choices.append(_with_requirements(choice, choices))
+    for relieving in active(choices):
+        choices = [_relieved(c, relieving.relieves.get(c.feature.name)) for c in choices]
     if strict and (skipped := [c for c in choices if c.state == "skipped"]):
         lines = "; ".join(f"{c.feature.flag}: {c.reason}" for c in skipped)
         raise ValueError(f"--accel-strict: {lines}")
@@ -288,6 +293,12 @@ def _with_requirements(choice: Choice, earlier: Sequence[Choice]) -> Choice:
                 reason = f"needs {other.feature.name}, which is {other.state}"
                 return Choice(choice.feature, choice.asked, "idle", reason)
     return choice
+
+
+def _relieved(choice: Choice, why: str | None) -> Choice:
+    if why is None or choice.state != "active":
+        return choice
+    return replace(choice, reason="; ".join(filter(None, [choice.reason, why])))
 
 
 def _clash(feature: Feature, asked: Mapping[str, str], context: Context) -> str | None:

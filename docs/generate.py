@@ -65,6 +65,7 @@ def feature_page(feature: Feature) -> str:
     rows += [("aliases", ", ".join(f"`{a}`" for a in facts["aliases"]))] if facts["aliases"] else []
     rows += [("needs", ", ".join(f"`{r}`" for r in feature.requires))] if feature.requires else []
     rows += [(f"not with `{other}`", because) for other, because in feature.conflicts.items()]
+    rows += [(f"relieves `{other}`", because) for other, because in feature.relieves.items()]
     parts = [
         GENERATED,
         f"# `{feature.name}`: {feature.summary}",

@@ -50,6 +50,20 @@ def test_explicit_wish_beats_the_preset_and_brings_what_it_needs() -> None:
     assert states(choose([BASE, FUSED], "fast", {"fused": False}, HERE))["fused"] == "off"
 
 
+def test_what_another_feature_does_is_told_where_both_are_active() -> None:
+    told = "the sum is elsewhere"
+    busy = feature("busy", aside=lambda context: "not on Sundays", requires=("base",))
+    relief = feature("relief", preset="max", relieves={"base": told, "busy": told, "fused": told})
+    table = [BASE, busy, FUSED, relief]
+
+    def reasons(preset: str, wishes: dict[str, Any]) -> dict[str, str]:
+        return {c.feature.name: c.reason for c in choose(table, preset, wishes, HERE)}
+
+    with_it = reasons("max", {"fused": False})
+    assert with_it == {"base": told, "busy": f"not on Sundays; {told}", "fused": "", "relief": ""}
+    assert reasons("fast", {}) == {"base": "", "busy": "not on Sundays", "fused": "", "relief": ""}
+
+
 @pytest.mark.parametrize("wish", [0, 1, "false", []])
 def test_a_feature_without_a_value_takes_none(wish: Any) -> None:
     with pytest.raises(ValueError, match=r"--accel-base takes no value, got .*: use True"):

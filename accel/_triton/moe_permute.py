@@ -46,8 +46,8 @@ ROW_BLOCK = 8192
 LONG_ROW_BLOCK = 4096
 """The same of longer rows, which it reads again for each: with 8192, ptxas spills."""
 MAX_REGISTERS = 64 if Version(triton.__version__) >= Version("3.8") else None
-"""Of a thread that sums or weighs; None leaves it to ptxas. Since Triton 3.8 that takes 40 or 32 in some cases
-and spills 28 to 52 bytes, to have more programs beside each other."""
+"""Of a thread that sums or weighs; None leaves it to ptxas. Since Triton 3.8 that takes 40 or 32 in some
+cases and spills 28 to 52 bytes, to have more programs beside each other."""
 PADDING_BLOCK = 32
 """Rows in which a program looks for padding."""
 READ_ONCE_BYTES = 64 << 20

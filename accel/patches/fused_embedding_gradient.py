@@ -29,7 +29,6 @@ from torch.autograd.function import once_differentiable
 from accel.feature import Context, Feature
 from accel.ops._dispatch import log_fallback
 from accel.parallel.linear import main_grad_of, weight_gradient_added
-from accel.patches import unbuffered_gradients
 from accel.patches._linear import upstream_needed
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
@@ -152,7 +151,6 @@ FEATURE = Feature(
     devices=("cpu", "cuda"),
     requires=("gradient_accumulation_fusion",),
     idle=_idle,
-    aside=unbuffered_gradients.instead,
     patches=(
         Patch(
             target="megatron.core.tensor_parallel.layers:VocabParallelEmbedding.__init__",

@@ -17,7 +17,7 @@ from __future__ import annotations
 from accel.feature import Context, Feature
 from accel.ops import gemm_accumulate
 from accel.ops.gemm_accumulate import device_reason
-from accel.patches import _linear, unbuffered_gradients
+from accel.patches import _linear
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -37,7 +37,6 @@ FEATURE = Feature(
     benchmarks=("gemm_accumulate",),
     requires=("gradient_accumulation_fusion",),
     unavailable=_kernel_missing,
-    aside=unbuffered_gradients.instead,
     switch_on=_linear.switch_on,
     patches=(
         _linear.LINEAR,

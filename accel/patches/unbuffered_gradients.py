@@ -36,7 +36,7 @@ from accel.upstream import SUPPORTED_RANGE, fused_adam_library
 
 _HERE = "accel.patches.unbuffered_gradients"
 _NAME = "unbuffered_gradients"
-_NEEDS = ("shared_weights", "fused_adamw")
+_INSTEAD = f"gradients stay where the backward puts them ({_NAME})"
 
 _BUFFERED = {
     "use_distributed_optimizer": "the optimizer steps on the buffer",
@@ -86,17 +86,6 @@ def _asked_of(owner: Any) -> str | None:
         if getattr(owner, option, None) not in (None, False, "none"):
             return f"--{option.replace('_', '-')}: {why}"
     return None
-
-
-def instead(context: Context) -> str | None:
-    """For the features that add gradients to the buffer: whether there is none."""
-    args = context.args
-    wish = getattr(args, f"accel_{_NAME}", None)
-    by_preset = (getattr(args, "accel_preset", None) or "fast") in ("fast", "max")
-    served = all(getattr(args, f"accel_{name}", None) is not False for name in _NEEDS)
-    if wish is False or not (wish or by_preset) or not served or buffered(context):
-        return None
-    return f"gradients stay where the backward puts them ({_NAME})"
 
 
 def without_fusion(configure: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,8 +226,9 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
-    requires=_NEEDS,
+    requires=("shared_weights", "fused_adamw"),
     idle=buffered,
+    relieves={"fused_weight_gradient": _INSTEAD, "fused_embedding_gradient": _INSTEAD},
     benchmarks=("step",),
     patches=(
         Patch(

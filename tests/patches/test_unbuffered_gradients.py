@@ -15,12 +15,7 @@ from torch import Tensor
 
 from accel.feature import Context, choose
 from accel.ops._dispatch import warn_once
-from accel.patches import (
-    FEATURES,
-    fused_embedding_gradient,
-    fused_weight_gradient,
-    unbuffered_gradients,
-)
+from accel.patches import FEATURES, unbuffered_gradients
 from accel.upstream import SUPPORTED_MEGATRON
 from tests.ops.contract import needs_native
 from tests.versions import run_on
@@ -316,9 +311,6 @@ def test_idle_where_the_arguments_need_the_buffer(
     context = Context("cpu", "0.19.2", SimpleNamespace(**ARGS | change))
     found = unbuffered_gradients.FEATURE.idle(context)
     assert found is None if reason is None else reason in (found or "")
-    for feature in (fused_weight_gradient.FEATURE, fused_embedding_gradient.FEATURE):
-        told = feature.aside(context)
-        assert (told is None) if reason else "gradients stay where the backward" in (told or "")
 
 
 def test_idle_where_another_library_clips(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,8 +339,10 @@ def test_features_that_add_to_the_buffer_say_so(wishes: dict[str, Any], on: bool
     preset = wishes.get("preset", "fast")
     chosen = {c.feature.name: c for c in choose(FEATURES, preset, wished, context)}
     assert (chosen["unbuffered_gradients"].state == "active") is on
-    told = unbuffered_gradients.instead(context)
-    assert (told is not None) is on
+    adding = [chosen["fused_weight_gradient"], chosen["fused_embedding_gradient"]]
+    told = "gradients stay where the backward puts them (unbuffered_gradients)" if on else ""
+    expected = ("active", told) if preset == "fast" else ("off", "")
+    assert {(choice.state, choice.reason) for choice in adding} == {expected}
 
 
 def test_programs_without_arguments_keep_the_buffer() -> None:
