@@ -12,14 +12,14 @@ import functools
 import inspect
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accel.memory.host_adam import REPLICATED, HostAdam
-from accel.memory.precision_aware_adam import PrecisionAwareAdam
+from accel.memory.precision_aware_adam import MASTER, PrecisionAwareAdam
 from accel.patches._told import told
 from accel.patching import Patch
 from accel.upstream import fused_adam_library
@@ -61,7 +61,6 @@ _EXCLUDED = {
     "optimizer_cuda_graph": "the optimizer cannot be captured",
     "rl_offload_optimizer_during_inference": "it takes the parameters out of the buffer that is stepped",
     "qk_clip": ELSEWHERE,
-    "load_main_params_from_ckpt": "the masters are read from the model's weights; leave it out",
 }
 """Option of Megatron's -> why the inner optimizer cannot keep the masters with it. Not `conflicts` of a
 feature: an optimizer's configuration is asked too, and one of these is the name of a feature that is always
@@ -198,32 +197,35 @@ def without_main_params(init: Callable[..., None]) -> Callable[..., None]:
                 # of other ranks' shards too: then upstream takes the weights themselves, whole on each rank
                 if getattr(param, "main_param", self) is None:
                     del param.main_param
-            weights = _flat(self.model_float16_groups + self.model_fp32_groups)
-            shards = _flat(self.shard_float16_groups + self.shard_fp32_groups)
-            for weight, shard in zip(weights, shards, strict=True):
+            for weight, shard in _weights_and_shards(self):
                 replicated = any(getattr(weight, name, False) for name in REPLICATED)
                 setattr(shard, REPLICATED[-1], replicated)
 
     return __init__
 
 
-def _flat(groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    return [param for group in groups for param in group]
+def _weights_and_shards(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Of a distributed optimizer: parameters of the model, and this rank's views of them."""
+    weights = optimizer.model_float16_groups + optimizer.model_fp32_groups
+    shards = optimizer.shard_float16_groups + optimizer.shard_fp32_groups
+    for of_model, of_rank in zip(weights, shards, strict=True):
+        yield from zip(of_model, of_rank, strict=True)
 
 
 def masters_too(copy: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(copy)
     def copy_(self: Any, state_dict: Any = None) -> None:
-        ours = isinstance(self.optimizer, PrecisionAwareAdam)
-        if ours and state_dict is not None:
-            raise ValueError(
-                "--load-main-params-from-ckpt: this optimizer keeps the masters, and reads them from the "
-                "model's weights; leave it out, or run without --accel-shared-weights, "
-                "--accel-host-optimizer and --use-precision-aware-optimizer"
-            )
         copy(self, state_dict)
-        if ours:
+        if not isinstance(self.optimizer, PrecisionAwareAdam):
+            return
+        if state_dict is None:
             self.optimizer.reload_masters()
+            return
+        given = self._build_model_param_to_state_dict_param_map(state_dict)
+        for weight, shard in _weights_and_shards(self):
+            part = self._get_model_param_range_map(weight)["param"]
+            master = given[weight].detach().view(-1)[part.start : part.end]
+            self.optimizer.set_scaled_state(shard, MASTER, master.to(shard.device).float())
 
     return copy_
 

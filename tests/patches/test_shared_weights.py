@@ -431,7 +431,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"rl_offload_optimizer_during_inference": True},
         "--rl-offload-optimizer-during-inference: it takes",
     ),
-    ({"load_main_params_from_ckpt": True}, "--load-main-params-from-ckpt: the masters are read"),
 ]
 """What no optimizer serves whose inner one keeps the masters."""
 
@@ -483,13 +482,28 @@ def test_options_that_are_no_optimizers_are_asked_of_their_owners(
     assert config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 is by_flag
 
 
-def test_main_params_of_a_checkpoint_are_an_error() -> None:
-    """In a program that has no arguments for the feature to look at."""
-    with one_rank(fused_adamw=True, shared_weights=True):
-        model, _, inner = built(distributed=True)
-        with pytest.raises(ValueError, match="--load-main-params-from-ckpt: this optimizer"):
-            inner.reload_model_params({"model": model.state_dict()})
-        inner.reload_model_params()
+def check_main_params_of_a_checkpoint() -> None:
+    """`--load-main-params-from-ckpt`: what a checkpoint has in fp32 and the model has rounded."""
+    found = []
+    for on in ({}, {"shared_weights": True}, {"host_optimizer": True}):
+        with one_rank(fused_adamw=True, **on):
+            model, optimizer, inner = built(distributed=True)
+            draw = torch.Generator().manual_seed(1)
+            named = model.module.named_parameters()
+            saved = {name: torch.randn(p.shape, generator=draw) for name, p in named}
+            model.load_state_dict(saved)
+            optimizer.reload_model_params({"model": saved})
+            given = masters(model, inner)
+            assert all(map(torch.equal, given, saved.values()))
+            one_step(model, optimizer, 0)
+            found.append([*given, *masters(model, inner), *(p.detach() for p in trained(model))])
+    for ours in found[1:]:
+        assert all(map(torch.equal, ours, found[0]))
+
+
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
+def test_main_params_of_a_checkpoint_are_the_masters(version: str) -> None:
+    run_on(version, check_main_params_of_a_checkpoint)
 
 
 def test_an_fp32_optimizer_stays_as_it_is_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
