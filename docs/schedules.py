@@ -67,6 +67,14 @@ that of torch's `ScheduleDualPipeV`. With K more forwards in warm-up, the forwar
 follow each other belong to two micro-batches on every rank, so that the all-to-alls of the experts of one
 can go on behind the other; the price is K more chunks in flight.
 
+On a GPU or an NPU a receive holds its stream until the value comes, and with `CUDA_DEVICE_MAX_CONNECTIONS=1`
+the only queue; a kernel that runs for the first time may wait until the device has nothing else to do. When
+receives are posted is chosen so that, by a model of streams and queues (`accel/parallel/schedule/queues.py`),
+no rank waits for another in a circle, and where there is no such choice a training ends in an error before
+its first pass: `dualpipev`, and `interleaved` on two ranks, with values of variable length on one queue. No
+choice bears kernels that are loaded in the first step of `dualpipev` on four or more ranks, nor of `v-half`
+with one queue: `CUDA_MODULE_LOADING=EAGER` loads CUDA's before. Pipelines have not run on several GPUs so far.
+
 For transfers between ranks a longer warm-up gains nothing: sent in the background, they hide behind the
 passes in Megatron's order, but for the first turns, where a rank has no other micro-batch to go on with.
 Larger groups (Megatron's `--microbatch-group-size-per-virtual-pipeline-stage`) give it one. 4 ranks, 16

@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from accel.device.streams import finish_current_stream
 from accel.memory.pinned import PinnedMemory
 from accel.ops import adamw
 
@@ -174,7 +175,9 @@ def _median(
 ) -> float:
     """Seconds of one call and of what it asks the device for; or of the call alone, beside what else that has
     to do."""
-    wait = (lambda: None) if device.type == "cpu" else torch.get_device_module(device).synchronize
+    wait = functools.partial(finish_current_stream, device)
+    if beside is not None:  # in streams of its own
+        wait = torch.get_device_module(device).synchronize
     times = []
     with torch.no_grad():
         for _ in range(_ROUNDS):

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from accel.device.cpu import memory
+from accel.device.streams import finish_current_stream
 from accel.memory import recompute
 from accel.memory.planner import Layer, Option
 from accel.memory.swap import Swap
@@ -89,7 +90,7 @@ class Choice(Option):
 def measure(
     device: torch.device, spans: Sequence[Span], movable: Movable | None = None
 ) -> Iterator[Costs]:
-    """Fill in what one call of a layer costs; the host waits for the device at each span.
+    """Fill in what one call of a layer costs; the host waits for the current stream at each span.
 
     The caller subtracts the bytes of the output, which it alone knows. What moves is seen where the call is
     the second one of a :class:`~accel.memory.recompute.Recomputed`.
@@ -98,9 +99,8 @@ def measure(
     def now() -> tuple[int, float]:
         if device.type == "cpu":
             return memory.memory_allocated(), time.perf_counter()
-        module = torch.get_device_module(device)
-        module.synchronize()
-        return module.memory_allocated(), time.perf_counter()
+        finish_current_stream(device)
+        return torch.get_device_module(device).memory_allocated(), time.perf_counter()
 
     costs = Costs()
     moves = _Moves(movable)

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Messages", "Transfer", "gather_rows", "reduce_scatter_rows"]
+__all__ = ["Messages", "Transfer", "gather_rows", "meet", "reduce_scatter_rows"]
 
 
 def gather_rows(
@@ -29,6 +30,12 @@ def reduce_scatter_rows(
     x = x.contiguous()
     out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     return out, dist.reduce_scatter_tensor(out, x, group=group, async_op=async_op)
+
+
+def meet(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Before `Messages` that not all ranks of a group have, where they may be its first: NCCL connects all
+    ranks with the first batch, and would wait for those that have none."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
 class Messages:

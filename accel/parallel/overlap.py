@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel.device.streams import finish_current_stream
 from accel.ops._dispatch import warn_once
 from accel.parallel import symmetric_memory
 from accel.parallel.collectives import Transfer, gather_rows, reduce_scatter_rows
@@ -409,20 +410,15 @@ def _alternately(
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(1 + rounds):
         for call, found in zip(calls, seconds, strict=True):
-            _synchronize(x.device)
+            finish_current_stream(x.device)
             dist.barrier(group)
             start = perf_counter()
             call()
-            _synchronize(x.device)
+            finish_current_stream(x.device)
             found.append(perf_counter() - start)
     slowest = x.new_tensor([found[1:] for found in seconds], dtype=torch.float32)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return slowest.tolist()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 _CURRENT: list[Overlap] = []

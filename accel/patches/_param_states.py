@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel.memory.precision_aware_adam import PrecisionAwareAdam
+from accel.memory.precision_aware_adam import MASTER, PrecisionAwareAdam
 
 __all__ = ["ParamStates"]
 
-_NAMES = ("param", "exp_avg", "exp_avg_sq")
+_KEPT = {"param": MASTER, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""Name of a state here -> in `PrecisionAwareAdam`."""
+_NAMES = tuple(_KEPT)
 
 
 class ParamStates:
@@ -106,6 +108,20 @@ class _Whole:
             copy()
 
 
+class _SharedWeights(_Whole):
+    """A `SharedWeightsOptimizer`, whose masters are weights and remainders."""
+
+    def held(self, param: Tensor) -> dict[str, Tensor]:
+        adam = self.optimizer.optimizer
+        if not adam.state[param]:
+            adam.initialize_state(param)  # all steps until now were skipped
+        return {name: adam.get_unscaled_state(param, kept) for name, kept in _KEPT.items()}
+
+    def put(self, param: Tensor, states: dict[str, Tensor]) -> None:
+        for name, state in states.items():
+            self.optimizer.optimizer.set_scaled_state(param, _KEPT[name], state)
+
+
 class _Sharded(_Whole):
     """A `DistributedOptimizer`."""
 
@@ -166,11 +182,14 @@ def _kind_of(optimizer: Any) -> _Whole:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
+    from accel.patches.shared_weights_optimizer import SharedWeightsOptimizer
+
     kind = type(optimizer)
     if issubclass(kind, DistributedOptimizer):
         return _Sharded(optimizer)
-    if kind is Float16OptimizerWithFloat16Params:
-        return _Whole(optimizer, [*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups])
+    if kind in (Float16OptimizerWithFloat16Params, SharedWeightsOptimizer):
+        groups = [*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups]
+        return (_SharedWeights if kind is SharedWeightsOptimizer else _Whole)(optimizer, groups)
     if kind is FP32Optimizer:
         return _Whole(optimizer, [group["params"] for group in optimizer.optimizer.param_groups])
     raise ValueError(

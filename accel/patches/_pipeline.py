@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,8 +26,9 @@ from accel.parallel.schedule import Action, Kind, Placement, Schedule, validate,
 from accel.parallel.schedule.link import GroupLink
 from accel.parallel.schedule.measured import Found, Measurement
 from accel.parallel.schedule.names import INTERLEAVED, named, named_forward_only
+from accel.parallel.schedule.queues import posting
 from accel.parallel.schedule.results import to_last_rank
-from accel.parallel.schedule.runtime import AHEAD, run
+from accel.parallel.schedule.runtime import ON_HOST, Posting, run
 from accel.parallel.split_backward import WeightPart, input_part
 from accel.patches._v_placement import MirroredGroup
 from accel.patching import Patch
@@ -44,6 +46,8 @@ class Wanted:
     name: str | None = None
     extra_warmup: int = 0
     measurement: Measurement | None = None
+    posted: dict[tuple[int, bool], tuple[Schedule, Posting]] = field(default_factory=dict)
+    """Of schedules that a device has run, with sized values or not: when later receives are posted."""
 
     @property
     def on(self) -> bool:
@@ -62,6 +66,21 @@ class Wanted:
         """With its transfers; one that was checked."""
         name = name or self.name or INTERLEAVED
         return _schedule(name, p, v, m, group_size, self.extra_warmup, forward_only)
+
+    def posting(self, schedule: Schedule, device: torch.device, *, sized: bool) -> Posting:
+        """When receives are posted in this step."""
+        if device.type == "cpu":
+            return ON_HOST
+        key = id(schedule), sized
+        if key in self.posted:
+            return self.posted[key][1]
+        one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        first, later = (
+            posting(schedule, sized=sized, one_queue=one_queue, first=first)
+            for first in (True, False)
+        )
+        self.posted[key] = schedule, later
+        return first
 
 
 WANTED = Wanted()
@@ -300,8 +319,8 @@ def forward_backward(
     )
     runs = run if forward_only or WANTED.measurement is None else WANTED.measurement.run
     with passes.synchronizing():
-        # on a device a second receive could keep the only queue from the passes before it
-        runs(schedule, rank, passes, link, ahead=AHEAD if device.type == "cpu" else 1)
+        when = WANTED.posting(schedule, device, sized=sized)
+        runs(schedule, rank, passes, link, posting=when)
     results, tokens = passes.results, passes.tokens
     if schedule.placement is Placement.V and ranks > 1:
         results = to_last_rank(results, tokens, groups.pp)

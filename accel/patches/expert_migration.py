@@ -139,11 +139,12 @@ def migrate(model: Sequence[Any], states: ParamStates, orders: dict[int, list[in
 def _move_experts(experts: Any, states: ParamStates, order: Sequence[int]) -> None:
     group = experts.ep_group
     first = group.rank() * len(order) // group.size()
+    device = next(experts.parameters()).device
 
     def state(expert: int) -> Tensor:
         return torch.cat([states.whole(p) for p in _params_of(experts, expert - first)], dim=1)
 
-    for slot, came in bring(order, state, group).items():
+    for slot, came in bring(order, state, group, device).items():
         params = _params_of(experts, slot - first)
         for param, of_param in zip(params, came.split([p.numel() for p in params], 1), strict=True):
             states.put(param, of_param)

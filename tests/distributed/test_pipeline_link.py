@@ -16,7 +16,7 @@ from accel.parallel.schedule import Kind, validate, with_transfers
 from accel.parallel.schedule.link import GroupLink
 from accel.parallel.schedule.measured import Found, Measurement
 from accel.parallel.schedule.names import INTERLEAVED, NAMED, named
-from accel.parallel.schedule.runtime import run
+from accel.parallel.schedule.runtime import ON_HOST, Posting, run
 
 from ..parallel.pipeline_stages import WIDTH, TanhStages, gradients_by_hand
 
@@ -141,7 +141,7 @@ def test_two_steps_are_measured_and_told_once(gloo_group: None) -> None:
     for step in range(7):
         stages = TanhStages(schedule, rank())
         held.append(weakref.ref(stages))
-        measurement.run(schedule, rank(), stages, linked(), ahead=2)
+        measurement.run(schedule, rank(), stages, linked(), posting=ON_HOST)
         assert len(told) == (step >= 3)
         assert not stages.later
     del stages
@@ -177,7 +177,9 @@ def test_times_are_those_of_the_passes(gloo_group: None) -> None:
     by_hand = HandClock(clock)
     measurement = Measurement(lambda device: by_hand, lambda schedule, found: told.append(found))
     for _ in range(4):
-        measurement.run(schedule, rank(), Timed(schedule, rank()), linked(), ahead=1)
+        measurement.run(
+            schedule, rank(), Timed(schedule, rank()), linked(), posting=Posting(1, early=False)
+        )
     times = told[0].times
     assert (times.forward, times.backward, times.weight) == ([3.0, 6.0], [7.0, 7.0], [2.0, 2.0])
     assert told[0].num_bytes == ((3.0,), (6.0,))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accel.parallel.schedule import Event, Schedule, forward_only, validate, with_transfers
 from accel.parallel.schedule.names import INTERLEAVED, NAMED, named, named_forward_only
-from accel.parallel.schedule.runtime import run
+from accel.parallel.schedule.runtime import ON_HOST, Posting, run
 
 from .pipeline_stages import TanhStages, gradients_by_hand
 
@@ -75,13 +75,13 @@ class QueueLink:
         self.abandoned = True
 
 
-def trained(schedule: Schedule, ahead: int = 2) -> tuple[list[TanhStages], Queues]:
+def trained(schedule: Schedule, posting: Posting = ON_HOST) -> tuple[list[TanhStages], Queues]:
     stages = [TanhStages(schedule, r) for r in range(schedule.num_ranks)]
     queues = Queues(schedule.num_ranks)
     links = [queues.of(r) for r in range(schedule.num_ranks)]
     with ThreadPoolExecutor(schedule.num_ranks) as threads:
         runs = [
-            threads.submit(run, schedule, r, stages[r], links[r], ahead=ahead)
+            threads.submit(run, schedule, r, stages[r], links[r], posting=posting)
             for r in range(schedule.num_ranks)
         ]
         for each in runs:
@@ -91,9 +91,9 @@ def trained(schedule: Schedule, ahead: int = 2) -> tuple[list[TanhStages], Queue
     return stages, queues
 
 
-def check(schedule: Schedule, ahead: int = 2) -> None:
+def check(schedule: Schedule, posting: Posting = ON_HOST) -> None:
     validate(schedule)
-    stages, _ = trained(schedule, ahead)
+    stages, _ = trained(schedule, posting)
     losses, gradients = gradients_by_hand(schedule.num_stages, schedule.num_micro_batches)
     found = {stage: own.weights[stage].grad for own in stages for stage in own.stages}
     for stage, expected in enumerate(gradients):
@@ -103,12 +103,14 @@ def check(schedule: Schedule, ahead: int = 2) -> None:
     assert not any(own.later for own in stages)
 
 
+@pytest.mark.parametrize("early", [True, False], ids=["early", "late"])
 @pytest.mark.parametrize("ahead", [0, 1, 2, 5])
 @pytest.mark.parametrize("name", [INTERLEAVED, "1f1b", *NAMED])
-def test_gradients_are_those_of_one_rank(name: str, ahead: int) -> None:
+def test_gradients_are_those_of_one_rank(name: str, ahead: int, early: bool) -> None:
     chunks = {INTERLEAVED: 2, "1f1b": 1}.get(name) or NAMED[name].chunks
     asked = INTERLEAVED if name == "1f1b" else name
-    check(with_transfers(named(asked, 4, chunks, 9 if name != INTERLEAVED else 8)), ahead)
+    schedule = named(asked, 4, chunks, 9 if name != INTERLEAVED else 8)
+    check(with_transfers(schedule), Posting(ahead, early))
 
 
 @given(st.data())
@@ -124,7 +126,8 @@ def test_of_any_counts(data: st.DataObject) -> None:
         schedule = named(name, p, v, groups * size, size, extra)
     else:
         schedule = named(name, p, NAMED[name].chunks, data.draw(st.integers(2 * p, 2 * p + 4)))
-    check(with_transfers(schedule), data.draw(st.integers(0, 3)))
+    posting = Posting(data.draw(st.integers(0, 3)), data.draw(st.booleans()))
+    check(with_transfers(schedule), posting)
 
 
 @pytest.mark.parametrize("name", [INTERLEAVED, "zb-v"])
@@ -139,7 +142,7 @@ def test_forwards_alone_hold_nothing(name: str) -> None:
 def test_receives_are_posted_ahead_and_no_further() -> None:
     schedule = with_transfers(forward_only(2, 1, 12))
     for ahead, most in ((0, 1), (2, 3)):
-        _, queues = trained(schedule, ahead)
+        _, queues = trained(schedule, Posting(ahead, early=True))
         assert queues.most[1] == most
 
 

@@ -18,6 +18,7 @@ from accel.device.cpu import memory
 from accel.feature import Context, choose
 from accel.memory.precision_aware_adam import PrecisionAwareAdam
 from accel.patches import shared_weights
+from accel.patches._param_states import ParamStates
 from accel.upstream import SUPPORTED_MEGATRON
 from tests.ops.contract import needs_native
 from tests.versions import output_with, run_on
@@ -347,6 +348,28 @@ def test_a_state_dict_of_other_parameters_names_what_differs_and_loads_nothing()
                 optimizer.load_state_dict(wrong[name])
             assert all(map(torch.equal, masters(model, inner), before[0])), name
             assert all(map(torch.equal, moments(inner), before[1])), name
+
+
+@BOTH
+def test_states_move_from_a_parameter_to_another(distributed: bool) -> None:
+    """As `expert_migration` moves them: the master, both moments, and the weight with its remainder."""
+    with one_rank(fused_adamw=True, shared_weights=True):
+        model, optimizer, inner = built(distributed)
+        bias, norm = model.module[0].bias, model.module[1].weight  # of the same shape
+        before = ParamStates([model], optimizer).whole(bias)
+        assert torch.equal(before[0], bias.detach().float())
+        assert not before[1:].any(), "no step was taken"
+        one_step(model, optimizer, 0)
+        states = ParamStates([model], optimizer)
+        taken = states.whole(norm)
+        states.put(bias, taken)
+        states.publish()
+        assert torch.equal(states.whole(bias), taken)
+        assert torch.equal(bias.detach(), taken[0].bfloat16())
+        assert taken[1:].all()
+        names = [name for name, _ in model.named_parameters()]
+        named = dict(zip(names, masters(model, inner), strict=True))
+        assert torch.equal(named["module.0.bias"], named["module.1.weight"])
 
 
 @BOTH

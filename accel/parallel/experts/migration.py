@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel.parallel.collectives import Messages
+from accel.parallel.collectives import Messages, meet
 
 __all__ = ["bring", "new_order"]
 
@@ -43,7 +43,10 @@ def new_order(placed: Sequence[int], ranks: int) -> list[int]:
 
 
 def bring(
-    order: Sequence[int], state: Callable[[int], Tensor], group: dist.ProcessGroup
+    order: Sequence[int],
+    state: Callable[[int], Tensor],
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> dict[int, Tensor]:
     """What belongs to the experts that come to this rank, by the slot that they get.
 
@@ -51,7 +54,9 @@ def bring(
         order: of :func:`new_order`, the same on all ranks of the group.
         state: what belongs to an expert of this rank, which leaves; alike for all experts. It is asked for
             each of them in the order of slots.
+        device: of the states.
     """
+    meet(group, device)
     each = len(order) // group.size()
     moves = [(slot, e) for slot, e in enumerate(order) if slot != e]
     here = group.rank()

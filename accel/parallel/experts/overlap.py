@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel.device.streams import finish_current_stream
 from accel.parallel.collectives import Messages
 from accel.parallel.experts import load
 from accel.parallel.experts.exchange import Experts, Loan
@@ -209,13 +210,11 @@ def measured_cost(group: dist.ProcessGroup, experts: Experts) -> Cost:
 def _seconds(call: Callable[[], object], like: Tensor, group: dist.ProcessGroup) -> float:
     found = []
     for _ in range(1 + _REPEATS):  # the first does not count
-        if like.device.type != "cpu":
-            torch.accelerator.synchronize(like.device)
+        finish_current_stream(like.device)
         dist.barrier(group)
         start = time.perf_counter()
         call()
-        if like.device.type != "cpu":
-            torch.accelerator.synchronize(like.device)
+        finish_current_stream(like.device)
         found.append(time.perf_counter() - start)
     return median(found[1:])
 

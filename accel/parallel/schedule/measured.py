@@ -21,7 +21,7 @@ from torch import Tensor
 from accel.parallel.schedule.actions import Action, Kind, Schedule, in_flight
 from accel.parallel.schedule.engine import Times
 from accel.parallel.schedule.link import GroupLink, synchronize
-from accel.parallel.schedule.runtime import Stages, run
+from accel.parallel.schedule.runtime import Posting, Stages, run
 from accel.parallel.schedule.simulate import Timeline, simulate
 
 __all__ = ["Clock", "Found", "Measurement"]
@@ -131,12 +131,12 @@ class Measurement:
         self._seconds: list[float] = []
 
     def run(
-        self, schedule: Schedule, rank: int, stages: Stages, link: GroupLink, *, ahead: int
+        self, schedule: Schedule, rank: int, stages: Stages, link: GroupLink, *, posting: Posting
     ) -> None:
         """`runtime.run`. All ranks of the pipeline count the same steps."""
         if self._before > 0 or self._left == 0:
             self._before -= self._before > 0
-            return run(schedule, rank, stages, link, ahead=ahead)
+            return run(schedule, rank, stages, link, posting=posting)
         if self._of is not schedule:  # another number of micro-batches: begin anew
             self._of, self._seconds = schedule, []
             self._samples.clear()
@@ -145,7 +145,7 @@ class Measurement:
         dist.barrier(link.up)
         synchronize(link.device)
         start = perf_counter()
-        run(schedule, rank, passes, link, ahead=ahead)
+        run(schedule, rank, passes, link, posting=posting)
         synchronize(link.device)
         self._seconds.append(perf_counter() - start)
         for key, noted in passes.noted.items():

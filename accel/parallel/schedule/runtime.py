@@ -1,7 +1,7 @@
 """Runs the actions of one rank: computes through `Stages`, sends and receives through a `Link`.
 
     send       leaves the rank free; the value is kept until it is gone
-    receive    is posted `ahead` transfers before its turn, and waited for where a computation takes its value
+    receive    is posted some transfers before its turn, and waited for where a computation takes its value
     within     a value for a stage of the same rank (where a V turns) is handed over
 
 Transfers between two ranks go in the order of the schedule, so they match by order alone.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Protocol, TypeVar
@@ -20,12 +21,23 @@ from torch import Tensor
 from accel.parallel.schedule.actions import Action, Kind, Message, Schedule
 from accel.parallel.schedule.engine import Event
 
-__all__ = ["AHEAD", "Link", "Stages", "run"]
+__all__ = ["ON_HOST", "Link", "Posting", "Stages", "run"]
 
 _T = TypeVar("_T")
 
-AHEAD = 2
-"""Receives of one link that are posted before their turn: one that is on its way, one that comes next."""
+
+@dataclass(frozen=True)
+class Posting:
+    """When the receives of one link are posted."""
+
+    ahead: int
+    """So many before their turn."""
+    early: bool
+    """Those that come before the first one's turn: before anything is computed, or at that turn."""
+
+
+ON_HOST = Posting(2, early=True)
+"""One that is on its way, one that comes next. Devices: `queues.posting`."""
 
 
 class Stages(Protocol):
@@ -78,19 +90,19 @@ def run(
     stages: Stages,
     link: Link,
     *,
-    ahead: int = AHEAD,
+    posting: Posting = ON_HOST,
     record: Callable[[Event], object] | None = None,
 ) -> None:
     """Does what the schedule has for `rank`.
 
     Args:
         schedule: a right one (`validate`), with its transfers.
-        ahead: receives of one link that are posted before their turn.
+        posting: when receives are posted.
         record: is told of each action: a computation's time, a send's call, a receive's wait; in seconds of
             `time.perf_counter`.
     """
     try:
-        _Run(schedule, rank, stages, link, ahead, record).all()
+        _Run(schedule, rank, stages, link, posting, record).all()
     except BaseException:
         link.abandon()
         raise
@@ -103,11 +115,11 @@ class _Run:
         rank: int,
         stages: Stages,
         link: Link,
-        ahead: int,
+        posting: Posting,
         record: Callable[[Event], object] | None,
     ) -> None:
         self.schedule, self.rank, self.stages, self.link = schedule, rank, stages, link
-        self.ahead, self.record = ahead, record
+        self.posting, self.record = posting, record
         self.expected: dict[Message, tuple[Action, Callable[[], Tensor]]] = {}
         """Receives that are posted."""
         self.here: dict[Message, Tensor] = {}
@@ -120,10 +132,13 @@ class _Run:
             if action.kind.receives:
                 message = self._message(action)
                 self.turns[schedule.ends(message)[0]].append((message, action))
+        self.due = dict.fromkeys(self.turns, posting.ahead)
+        """Of each rank, how many are to be posted before their turn and are not."""
 
     def all(self) -> None:
-        for source in self.turns:
-            self._post(source, self.ahead)
+        if self.posting.early:
+            for source in self.turns:
+                self._post(source, self.due.pop(source))
         for action in self.schedule.ranks[self.rank]:
             if action.kind.sends:
                 self._send(action)
@@ -152,7 +167,7 @@ class _Run:
     def _receive(self, action: Action) -> None:
         message = self._message(action)
         source, _ = self.schedule.ends(message)
-        self._post(source, 1)
+        self._post(source, 1 + self.due.pop(source, 0))
         assert message in self.expected, f"{action} is out of turn"
 
     def _send(self, action: Action) -> None:
