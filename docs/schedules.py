@@ -73,7 +73,7 @@ receives are posted is chosen so that, by a model of streams and queues (`accel/
 no rank waits for another in a circle, and where there is no such choice a training ends in an error before
 its first pass: `dualpipev`, and `interleaved` on two ranks, with values of variable length on one queue. No
 choice bears kernels that are loaded in the first step of `dualpipev` on four or more ranks, nor of `v-half`
-with one queue: `CUDA_MODULE_LOADING=EAGER` loads CUDA's before. Pipelines have not run on several GPUs so far.
+with one queue: `CUDA_MODULE_LOADING=EAGER` loads CUDA's before. Pipelines have not run on several GPUs.
 
 For transfers between ranks a longer warm-up gains nothing: sent in the background, they hide behind the
 passes in Megatron's order, but for the first turns, where a rank has no other micro-batch to go on with.
