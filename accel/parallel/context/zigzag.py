@@ -15,12 +15,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accel.ops.findings import Findings
 
-__all__ = ["chunks", "halves", "owners", "token_order", "whole_sequence"]
+__all__ = ["chunks", "halves", "keep_for_graphs", "owners", "token_order", "whole_sequence"]
 
 _ORDERS, _CHUNKS = Findings(), Findings()
 _WHOLE: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The starts of one sequence, which nobody writes to."""
-_CAPTURED: list[Tensor] = []
+_CAPTURED: list[object] = []
 """What CUDA graphs read at each replay."""
 
 
@@ -78,6 +78,16 @@ def token_order(starts: Tensor, num_tokens: int, num_ranks: int) -> Tensor:
         return order.view(num_ranks, -1)
 
     found: Tensor = _ORDERS.get(starts, find=find, about=(num_tokens, num_ranks))
+    keep_for_graphs(starts, found)
+    return found
+
+
+def keep_for_graphs(starts: Tensor, found: object) -> None:
+    """What was found of these starts lives as long as the CUDA graph that is being captured, if one is.
+
+    Raises:
+        ValueError: it is captured, and the starts are a pack's.
+    """
     if starts.is_cuda and torch.cuda.is_current_stream_capturing():
         if starts not in _WHOLE:
             raise ValueError(
@@ -85,7 +95,6 @@ def token_order(starts: Tensor, num_tokens: int, num_ranks: int) -> Tensor:
                 "capture what is beside the attention of packed sequences"
             )
         _CAPTURED.append(found)
-    return found
 
 
 def halves(starts: Tensor | None, num_tokens: int) -> tuple[Tensor | slice, Tensor | slice]:
