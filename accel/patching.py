@@ -83,6 +83,8 @@ class Patch:
     """Upstream version -> :func:`source_hash` of the body that was read before it was replaced. A
     wrap depends on the signature alone; a replacement also on the body whose work it takes over,
     which must be one of these."""
+    over: bool = False
+    """Of ``provide``: what a guarded import has bound is replaced."""
     optional: bool = False
     """The target may be missing in some supported versions (the feature's reason says which)."""
 
@@ -341,7 +343,7 @@ def _plan_provided(group: list[Patch], problems: list[str]) -> Change | None:
         if patch.optional:
             return None
         problems.append(f"{_describe(owner)} never mentions {name!r}")
-    elif raw is not _ABSENT and raw is not None:
+    elif raw is not _ABSENT and raw is not None and not patch.over:
         problems.append("upstream binds it already; a provided name must be unbound, or None")
     return Change((patch,), owner, name, raw, _replacement(patch))
 

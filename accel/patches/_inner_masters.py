@@ -22,7 +22,7 @@ from accel.memory.host_adam import REPLICATED, HostAdam
 from accel.memory.precision_aware_adam import MASTER, PrecisionAwareAdam
 from accel.patches._told import told
 from accel.patching import Patch
-from accel.upstream import fused_adam_library
+from accel.upstream import fused_adam_library, te_installed
 
 __all__ = [
     "CLIPPING",
@@ -93,36 +93,32 @@ def refused(options: Any) -> str | None:
     return None
 
 
+def _wanted(config: Any, *, any_way: bool = False) -> list[str]:
+    """The features that want the inner optimizer to keep the masters, where it can, or any way.
+
+    Where Transformer Engine is installed, its own Adam serves Megatron's flag, and has its own checkpoints.
+    """
+    theirs = config.use_precision_aware_optimizer and te_installed()
+    names = (HOST,) if theirs else (SHARED, HOST)
+    return [name for name in names if name in WANTED and (any_way or not refused(config))]
+
+
 def configured(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
-    """``OptimizerConfig.__post_init__`` that sends Megatron to the inner optimizer for the masters."""
+    """``OptimizerConfig.__post_init__`` that finds an optimizer for the flag. What accel wants beside it is
+    no part of a configuration, which programs read, copy and write down: `built` sees to that."""
 
     @functools.wraps(post_init)
     def __post_init__(self: Any) -> None:
-        wanted = [name for name in (SHARED, HOST) if name in WANTED]
-        by_flag = self.use_precision_aware_optimizer and self.use_distributed_optimizer
+        wanted = _wanted(self, any_way=True)
         if wanted and (reason := refused(self)):
             names = " and ".join(wanted)
             nothing_lost = wanted == [SHARED] and without_masters(self)
             level = logging.INFO if nothing_lost else logging.WARNING
             _log.log(level, "%s: this optimizer keeps its own masters: %s", names, reason)
             wanted = []
-            self.use_precision_aware_optimizer = (
-                by_flag  # a copy of a configuration of ours may have it
-            )
-        self.accel_by_flag = by_flag
-        if wanted:
-            # without the distributed optimizer upstream refuses the flag, but follows it all the same
-            self.use_precision_aware_optimizer = self.use_distributed_optimizer
-            _checking(post_init)(self)
-            self.use_precision_aware_optimizer = True
-            self.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
-            self.store_param_remainders = SHARED in wanted or (
-                by_flag and self.store_param_remainders
-            )
-        elif by_flag and FLAG in WANTED:
-            _checking(post_init)(self)
-        else:
-            post_init(self)
+        by_flag = self.use_precision_aware_optimizer and self.use_distributed_optimizer
+        served = by_flag and (wanted or FLAG in WANTED)
+        (_checking(post_init) if served else post_init)(self)
 
     return __post_init__
 
@@ -138,28 +134,65 @@ def built(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(build)
     def build_(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
-        wanted = [name for name in (SHARED, HOST) if name in WANTED and not refused(config)]
+        by_flag = config.use_precision_aware_optimizer
+        wanted = _wanted(config)
         option = _asked_of(model_chunks)
         if option and HOST in wanted:
             raise ValueError(f"--accel-host-optimizer and {option}: {_EXCLUDED[option]}")
-        if option and wanted and config.use_precision_aware_optimizer:
-            why = f"{option}: {_EXCLUDED[option]}"
-            _log.warning("%s: this optimizer keeps its own masters: %s", SHARED, why)
+        why = f"{option}: {_EXCLUDED[option]}" if option else _programs_adam(build)
+        if why and wanted:
+            names = " and ".join(wanted)
+            _log.warning("%s: this optimizer keeps its own masters: %s", names, why)
             wanted = []
-            if not getattr(config, "accel_by_flag", True):
-                config.use_precision_aware_optimizer = False
-                config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
-        ours = config.use_precision_aware_optimizer and not config.optimizer_cpu_offload
-        if not ours or not (wanted or FLAG in WANTED):
+        served = wanted or (by_flag and FLAG in WANTED)
+        if not served or config.optimizer_cpu_offload:
             return build(config, model_chunks, *args, **kwargs)
         if option == "use_megatron_fsdp":
             raise ValueError(NOT_WITH_FSDP)
         adam = functools.partial(HostAdam, host=WANTED[HOST]()) if HOST in wanted else None
+        seen = config if by_flag else _with_inner_masters(config, remainders=SHARED in wanted)
         return _building(build, adam or PrecisionAwareAdam, plain=bool(wanted))(
-            config, model_chunks, *args, **kwargs
+            seen, model_chunks, *args, **kwargs
         )
 
     return build_
+
+
+def _programs_adam(build: Callable[..., Any]) -> str | None:
+    """That a program has put an Adam of its own into Megatron."""
+    names = inspect.unwrap(build).__globals__
+    adam = names["Adam"]
+    known = adam.__module__.partition(".")[0] in ("torch", "transformer_engine", "apex")
+    if known or names["USING_PYTORCH_OPTIMIZER"]:  # which takes torch's, whatever the name is
+        return None
+    return f"Megatron was given {adam.__module__}.{adam.__qualname__}"
+
+
+def _with_inner_masters(config: Any, *, remainders: bool) -> Any:
+    """The configuration as an optimizer of ours is to see it, now and after changes."""
+    kind: Any = type(config)
+    seen = object.__new__(_seeing(kind, remainders))
+    seen.__dict__ = config.__dict__
+    return seen
+
+
+@functools.cache
+def _seeing(kind: Any, remainders: bool) -> Any:
+    """`kind`, but the inner optimizer keeps the masters, with or without the distributed one; upstream's
+    checks of a new configuration refuse the latter."""
+    members: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__post_init__": lambda self: None,
+        "use_precision_aware_optimizer": _always(True),
+        "use_precision_aware_optimizer_no_fp8_or_ds_fp8": _always(True),
+        "store_param_remainders": _always(remainders),
+    }
+    return type(kind.__name__, (kind,), members)
+
+
+def _always(value: bool) -> property:
+    """Whatever it is set to."""
+    return property(lambda self: value, lambda self, given: None)
 
 
 def _building(build: Callable[..., Any], adam: Any, *, plain: bool) -> Callable[..., Any]:

@@ -117,7 +117,8 @@ FEATURE = Feature(
             target=f"{_ATTENTION}:apply_fused_qkv_rotary_pos_emb",
             replacement=f"{_HERE}:apply_fused_qkv_rotary_pos_emb",
             how="provide",
-            why="Upstream's own is Transformer Engine's.",
+            over=True,
+            why="Upstream's own is Transformer Engine's, and unbound without it.",
         ),
         Patch(
             target=f"{_ATTENTION}:HAVE_FUSED_QKV_ROPE",

@@ -4,15 +4,20 @@ optimizer do without says so, all else is as without it."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import re
 import sys
 
 import pytest
 
 from accel import upstream
-from accel.feature import Choice, Context, choose
+from accel.feature import Choice, Context, active, choose, taken_by_others
 from accel.patches import FEATURES
+from accel.patching import plan
 from accel.start_up import table
+from tests import any_library
+from tests.versions import output_with
 
 TES_OWN = {
     "te_layers",
@@ -88,3 +93,44 @@ def test_layers_of_the_local_spec_are_not_transformer_engines(
     local = argparse.Namespace(**{**vars(args), "transformer_impl": "local"})
     beside = choices(True, Context("cuda", "0.19.2", local), monkeypatch)
     assert {name for name in ASIDE if beside[name].reason} == {"fused_adamw"}
+
+
+TE = ("transformer_engine", "transformer_engine_torch")
+APEX = ("apex", "amp_C", "fused_weight_gradient_mlp_cuda")
+
+
+def print_plans(libraries: tuple[str, ...]) -> None:
+    """Whether the patches of all that is active fit together, on each device, in each spec and preset."""
+    any_library.install(*libraries)
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.transformer import attention
+    from megatron.training.arguments import add_megatron_arguments
+
+    assert transformer_engine.HAVE_TE is ("transformer_engine" in libraries)
+    assert attention.HAVE_FUSED_QKV_ROPE is ("transformer_engine" in libraries)
+    assert distrib_optimizer.HAVE_APEX_OR_TE
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    features = [dataclasses.replace(f, unavailable=lambda context: None) for f in FEATURES]
+    for device, impl, preset in itertools.product(
+        ("cpu", "cuda"), ("transformer_engine", "local"), ("off", "fast", "max")
+    ):
+        args = parser.parse_args(["--transformer-impl", impl, "--bf16"])
+        context = Context(device, upstream.megatron_version() or "", args)
+        on = active(choose(features, preset, {}, context, taken=taken_by_others))
+        plan([patch for feature in on for patch in feature.patches])
+        print(device, impl, preset, "fused_qkv_rope" in {feature.name for feature in on})
+
+
+@pytest.mark.parametrize(
+    ("version", "libraries"),
+    [("0.19.2", TE), ("0.19.2", APEX), ("0.18.2", TE + APEX), ("0.17.1", TE + APEX)],
+    ids=["te", "apex", "both on 0.18", "both on 0.17"],
+)
+def test_all_that_is_active_can_be_patched(version: str, libraries: tuple[str, ...]) -> None:
+    """Names are bound there that are not without these libraries."""
+    code = f"import {__name__} as test; test.print_plans({libraries!r})"
+    rows = [line.split() for line in output_with(version, code).splitlines()]
+    assert len(rows) == 12
+    for device, _, preset, fused in rows:
+        assert fused == str(device == "cuda" and preset != "off")

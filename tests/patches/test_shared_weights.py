@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -489,20 +490,60 @@ def test_options_that_are_no_optimizers_are_asked_of_their_owners(
     ddp_config = SimpleNamespace(use_megatron_fsdp=False)
     chunk = SimpleNamespace(config=SimpleNamespace(), ddp_config=ddp_config)
     setattr(getattr(chunk, owner), option, True)
-    config = SimpleNamespace(
-        **ARGS | {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": False},
-        use_precision_aware_optimizer_no_fp8_or_ds_fp8=True,
-        accel_by_flag=by_flag,
-    )
-    build = _inner_masters.built(lambda config, _: "stock's")
+    asked = ARGS | {"use_precision_aware_optimizer": by_flag, "optimizer_cpu_offload": False}
+    config = SimpleNamespace(**asked)
+    given = []
+    namespace = {"USING_PYTORCH_OPTIMIZER": True, "Adam": torch.optim.AdamW, "given": given}
+    exec("def build(config, chunks):\n    given.append(config)", namespace)
+    build = _inner_masters.built(namespace["build"])
     if feature == "host_optimizer":
         with pytest.raises(ValueError, match=f"--accel-host-optimizer and {option}: it"):
             build(config, [chunk])
         return
-    assert build(config, [chunk]) == "stock's"
+    build(config, [chunk])
     assert f"shared_weights: this optimizer keeps its own masters: {option}: it" in caplog.text
-    assert config.use_precision_aware_optimizer is by_flag
-    assert config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 is by_flag
+    assert given == [config]
+    assert vars(config) == asked
+
+
+@BOTH
+def test_a_configuration_stays_the_programs(distributed: bool) -> None:
+    """As it was when it is read, copied or written down; the optimizer sees what is changed in it later."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    with one_rank():
+        plain = OptimizerConfig(optimizer="adam", bf16=True, use_distributed_optimizer=distributed)
+    with one_rank(fused_adamw=True, shared_weights=True):
+        config = OptimizerConfig(optimizer="adam", bf16=True, use_distributed_optimizer=distributed)
+        assert asdict(config) == asdict(plain)
+        assert asdict(replace(config)) == asdict(plain)
+        _, _, inner = built(distributed)
+        assert isinstance(inner.config, OptimizerConfig)
+        assert inner.config.use_precision_aware_optimizer
+        assert not vars(inner.config)["use_precision_aware_optimizer"], "the program's own"
+        twin = copy.deepcopy(inner.config)
+        inner.config.clip_grad = 7.0
+        assert (inner.config.clip_grad, twin.clip_grad) == (7.0, 1.0)
+        assert twin.store_param_remainders
+        assert twin.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+
+
+def test_an_adam_of_the_programs_own_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As slime puts one into Megatron for the length of a call."""
+    import megatron.core.optimizer as upstream
+
+    class StatelessAdam(torch.optim.AdamW):
+        def __init__(self, params: Any, *, adam_w_mode: bool, **options: Any) -> None:
+            super().__init__(params, **options)
+
+    monkeypatch.setattr(upstream, "Adam", StatelessAdam)
+    monkeypatch.setattr(upstream, "USING_PYTORCH_OPTIMIZER", False)
+    with one_rank(shared_weights=True):
+        _, _, inner = built(False)
+    assert type(inner.optimizer) is StatelessAdam
+    assert f"Megatron was given {__name__}." in caplog.text
 
 
 def check_main_params_of_a_checkpoint() -> None:
