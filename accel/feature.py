@@ -291,7 +291,10 @@ def _with_requirements(choice: Choice, earlier: Sequence[Choice]) -> Choice:
                 return Choice(choice.feature, choice.asked, "skipped", reason)
             if other.state != "active":
                 reason = f"needs {other.feature.name}, which is {other.state}"
-                return Choice(choice.feature, choice.asked, "idle", reason)
+                # one that was asked for by name is not off in silence
+                state: State = "skipped" if choice.asked == "flag" else "idle"
+                reason += f": {other.reason}" if other.reason else ""
+                return Choice(choice.feature, choice.asked, state, reason)
     return choice
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ __all__ = [
     "fused_adam_library",
     "megatron_folder",
     "megatron_version",
+    "others_norm",
     "te_has_its_own",
     "te_installed",
+    "te_kernel_for",
     "te_serves",
 ]
 
@@ -71,6 +74,24 @@ def te_has_its_own(context: Any) -> str | None:
     impl = getattr(context.args, "transformer_impl", None)
     theirs = te_installed() and impl in ("transformer_engine", "inference_optimized")
     return "not in Transformer Engine's layers, which have their own" if theirs else None
+
+
+def te_kernel_for(flag: str) -> Callable[[Any], str | None]:
+    """For ``Feature.aside``: that a flag of Megatron's takes Transformer Engine's kernel."""
+    option = "--" + flag.replace("_", "-")
+
+    def told(context: Any) -> str | None:
+        theirs = te_installed() and getattr(context.args, flag, False)
+        return f"not for {option}, whose kernel is Transformer Engine's" if theirs else None
+
+    return told
+
+
+def others_norm(context: Any) -> str | None:
+    """For ``Feature.aside``: that a norm is Transformer Engine's, or Apex's where layers are not."""
+    layer_norm = getattr(context.args, "normalization", None) == "LayerNorm"
+    apexs = "not in LayerNorm, which is Apex's" if layer_norm and _apex_installed() else None
+    return te_has_its_own(context) or apexs
 
 
 def fused_adam_library() -> str | None:

@@ -24,15 +24,16 @@ class ClipsInStep:
     param_groups: list[dict[str, Any]]
     use_decoupled_grad = False
     """Gradients are ``param.decoupled_grad``, as with Megatron's precision-aware optimizer."""
-    _clip: tuple[float, list[tuple[int, int]]] | None = None
+    _clip: tuple[float | Tensor, list[tuple[int, int]]] | None = None
     """A coefficient, and what the gradients were when it was asked for."""
 
     def can_clip_in_step(self) -> None:
         """From now on `clip_in_step` finds it."""
         _optimizers.add(self)
 
-    def clip(self, coefficient: float) -> None:
-        """The next step is to scale its gradients, which are those of now; one number for all of them."""
+    def clip(self, coefficient: float | Tensor) -> None:
+        """The next step is to scale its gradients, which are those of now; one number for all of them, which
+        may still be computed on their device."""
         self._clip = (coefficient, self._gradients())
 
     def grad_scale(self) -> Tensor | None:
@@ -49,6 +50,8 @@ class ClipsInStep:
                 "the gradients were changed between their clipping and the optimizer's step, which clips "
                 "them as it reads them: change them before they are clipped, or pass --no-accel-fused-adamw"
             )
+        if isinstance(coefficient, Tensor):
+            return coefficient.reshape(()).float()
         return torch.tensor(coefficient, dtype=torch.float32)
 
     def has_clipped(self) -> None:
@@ -63,13 +66,14 @@ class ClipsInStep:
 
 
 def clip_in_step(
-    parameters: Sequence[Tensor], coefficient: float, use_decoupled_grad: bool
+    parameters: Sequence[Tensor], coefficient: float | Tensor, use_decoupled_grad: bool
 ) -> bool:
     """Let the optimizer of these parameters clip when it steps.
 
     Args:
         parameters: all of one optimizer, in its order.
-        coefficient: what their gradients are to be multiplied by; 1 or more for no clipping.
+        coefficient: what their gradients are to be multiplied by; 1 or more for no clipping, but as a tensor
+            1 at most.
         use_decoupled_grad: which attribute the gradients are in.
 
     Returns:
@@ -84,6 +88,6 @@ def clip_in_step(
             found.append(optimizer)
     if len(found) != 1:
         return False
-    if coefficient < 1.0:
+    if isinstance(coefficient, Tensor) or coefficient < 1.0:
         found[0].clip(coefficient)
     return True

@@ -250,6 +250,11 @@ class HostAdam(PrecisionAwareAdam):
         self._lanes: dict[torch.device, Lanes] = {}
         self._host_buffers: dict[torch.device, list[_HostBuffer]] = {}
 
+    def grad_scale(self) -> Tensor | None:
+        """On the host, which steps some of the parameters."""
+        found = super().grad_scale()
+        return None if found is None else found.cpu()
+
     # Which parameters
 
     def _plan(self) -> None:

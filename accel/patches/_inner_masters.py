@@ -280,8 +280,8 @@ def in_the_dtype_of_main_grads(copy: Callable[[Any], None]) -> Callable[[Any], N
 
 def reads_any_dtype(optimizer: Any) -> bool:
     """Whether nobody writes gradients between their reduction and the step of this optimizer of Megatron's,
-    which reads them in fp32 and clips what it has read. Transformer Engine's and Apex's clipping writes, and
-    so does Megatron's where parameters of one optimizer have norms of their own (`mtp_detach_heads`)."""
+    which reads them in fp32 and clips what it has read. Clipping writes where parameters of one optimizer
+    have norms of their own (`mtp_detach_heads`); Transformer Engine's and Apex's norms are of one dtype."""
     inner = optimizer.optimizer
     if type(inner) is not PrecisionAwareAdam or optimizer.grad_scaler is not None:
         return False

@@ -275,8 +275,12 @@ def clipping_in_the_step(clip: Callable[..., None]) -> Callable[..., None]:
     def clip_(
         parameters: Any, max_norm: float, total_norm: Any, use_decoupled_grad: bool = False
     ) -> None:
-        if isinstance(parameters, list) and not isinstance(total_norm, Tensor):
+        if isinstance(parameters, list):
             coefficient = max_norm / (total_norm + 1.0e-6)
+            if isinstance(
+                coefficient, Tensor
+            ):  # Transformer Engine's norm, which nobody has read yet
+                coefficient = coefficient.clamp(max=1.0)
             if clip_in_step(parameters, coefficient, use_decoupled_grad):
                 return
         clip(parameters, max_norm, total_norm, use_decoupled_grad)

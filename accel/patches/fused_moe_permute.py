@@ -29,7 +29,7 @@ from accel.patches.moe_fusion import (
     fused_sort_chunks_by_index_with_probs,
 )
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_RANGE, te_kernel_for
 
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 
@@ -127,6 +127,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("moe_permute",),
+    aside=te_kernel_for("moe_permute_fusion"),
     unavailable=kernels("moe_row_map", "moe_permute_fwd", "moe_unpermute_fwd"),
     patches=(
         Patch(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from accel.feature import Feature
 from accel.patches._kernels import kernels
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_RANGE, te_has_its_own
+from accel.upstream import SUPPORTED_RANGE, others_norm
 
 _WHY = "One kernel that reads its input once, in place of torch's chain of element-wise passes."
 
@@ -23,7 +23,7 @@ FEATURE = Feature(
     preset="fast",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
-    aside=te_has_its_own,
+    aside=others_norm,
     requires=("norm",),
     benchmarks=("rms_norm", "layer_norm"),
     unavailable=kernels("rms_norm_fwd", "layer_norm_fwd"),

@@ -25,7 +25,7 @@ from accel.ops._dispatch import log_fallback
 from accel.ops.rope import Layout
 from accel.patches._kernels import kernels
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_RANGE, te_kernel_for
 
 _WHY = "One pass with shared tables, in place of cos and sin for each tensor and seven passes."
 
@@ -114,6 +114,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("rope",),
+    aside=te_kernel_for("apply_rope_fusion"),
     unavailable=kernels("rope"),
     patches=(
         Patch(

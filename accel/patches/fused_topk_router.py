@@ -27,7 +27,7 @@ from accel.ops.topk_router import unsupported_reason
 from accel.patches._kernels import kernels
 from accel.patches.moe_fusion import fused_topk_with_score_function, masked
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_RANGE, te_kernel_for
 
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 
@@ -107,6 +107,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     benchmarks=("topk_router",),
+    aside=te_kernel_for("moe_router_fusion"),
     idle=idle,
     unavailable=kernels("topk_router_fwd", "moe_aux_scores_fwd"),
     patches=(

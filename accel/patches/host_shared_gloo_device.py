@@ -40,7 +40,12 @@ def _shared() -> list[Any] | None:
 
 def _on(devices: list[Any]) -> type:
     class GlooOnSharedDevices(_GLOO):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(
+            self, store: Any, rank: int, size: int, timeout: timedelta, **more: Any
+        ) -> None:
+            if any(more.values()):  # torch 2.14's `enable_reconfigure`, which options do not say
+                super().__init__(store, rank, size, timeout, **more)
+                return
             options = _GLOO._Options()
             options._timeout = timeout
             options._devices = devices

@@ -14,7 +14,8 @@ told, with the bytes that are missing and what would save them, and training goe
 saves most. Losses are those of stock, bit for bit, whatever is chosen.
 
 Of a hybrid model's Mamba layer the norm is computed again, or all of it; nothing of it is swapped. **Not
-with** ``--dsa-indexer-topk-freq`` above 1, whose layers take indices from each other.
+with** ``--dsa-indexer-topk-freq`` above 1, whose layers take indices from each other. Where Transformer
+Engine is installed the feature is skipped.
 
 What is not known to the plan: micro-batches of other shapes than the second, more of them in flight later
 (``--rampup-batch-size`` with pipeline stages), states of the optimizer that come after the first iteration

@@ -22,7 +22,7 @@ import torch
 from accel.feature import Context, Feature
 from accel.layers.norm import LayerNorm, RMSNorm
 from accel.patching import Patch, replaced_by
-from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, te_has_its_own
+from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, others_norm
 
 _PROVIDER = "megatron.core.models.backends:LocalSpecProvider.layer_norm"
 
@@ -42,7 +42,7 @@ FEATURE = Feature(
     preset="exact",
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
-    aside=te_has_its_own,
+    aside=others_norm,
     idle=_made_by_others,
     patches=(
         Patch(

@@ -9,7 +9,8 @@ turn (MindSpeed's ``--recompute-norm-num-layers``). It is what Megatron's ``--re
 --recompute-modules layernorm`` does in every layer, and composes with any other recomputation.
 
 Gradients are those of stock, bit for bit, in the local spec and in Transformer Engine's, whose norms are
-parts of linear layers. What is freed and what is left alone: ``accel/memory/recompute.py``.
+parts of linear layers. What is freed and what is left alone: ``accel/memory/recompute.py``. Where the library
+Transformer Engine is installed it is skipped, in both specs.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from accel.patches._layers import HYBRID_STACKS, TRANSFORMER_LAYER
 from accel.patches._linear import LINEAR
 from accel.patching import Patch
 from accel.start_up import say
-from accel.upstream import SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_RANGE, te_installed
 
 _HERE = "accel.patches.swap_attention"
 _log = logging.getLogger("accel")
@@ -251,6 +251,22 @@ def refuses_graphs(context: Context) -> str | None:
     return _graphs(context.args, "--cuda-graph-impl ")
 
 
+def _refuses(context: Context) -> str | None:
+    return refuses_graphs(context) or _loses_gradients(context.args)
+
+
+def _loses_gradients(args: Any) -> str | None:
+    """Transformer Engine's layers look for ``main_grad`` on the weight that they have saved, and under any
+    hook of saved tensors get another object, so that data parallelism's hooks miss its gradient."""
+    theirs = te_installed() and getattr(args, "transformer_impl", None) == "transformer_engine"
+    if not (theirs and getattr(args, "overlap_grad_reduce", False)):
+        return None
+    return (
+        "not in Transformer Engine's layers with --overlap-grad-reduce, which lose the gradients of their "
+        "weights: leave one out, or take --transformer-impl local"
+    )
+
+
 def _graphs(given: Any, option: str) -> str | None:
     """A graph has the copies of its capture, and cannot wait for what comes and goes outside of it.
 
@@ -284,7 +300,7 @@ FEATURE = Feature(
         "fine_grained_activation_offloading": "both move what attention saves",
         "cpu_offloading_num_layers": "both move what attention saves",
     },
-    refuses=refuses_graphs,
+    refuses=_refuses,
     idle=_idle,
     settings=(
         Setting(

@@ -71,7 +71,7 @@ def buffered(context: Context) -> str | None:
     if reason := refused(args):
         return reason
     if library := fused_adam_library():
-        return f"{library} clips gradients by writing them, in fp32"
+        return f"{library} takes the norm of gradients, of tensors of one dtype"
     if (ranks := getattr(args, "world_size", 1)) > 1:
         return f"gradients are reduced among {ranks} ranks"
     whole, micro = getattr(args, "global_batch_size", 1), getattr(args, "micro_batch_size", 1)

@@ -13,7 +13,7 @@ import pytest
 
 from accel import upstream
 from accel.feature import Choice, Context, active, choose, taken_by_others
-from accel.patches import FEATURES
+from accel.patches import FEATURES, swap_attention
 from accel.patching import plan
 from accel.start_up import table
 from tests import any_library
@@ -30,9 +30,12 @@ TES_OWN = {
     "precision_aware_optimizer",
     "packs_over_ranks",
 }
-ASIDE = {"norm", "fused_norm", "fused_attention", "fused_softmax", "grouped_gemm", "fused_adamw"}
+ASIDE = {
+    *("norm", "fused_norm", "fused_attention", "fused_softmax", "fused_rope", "grouped_gemm"),
+    "fused_adamw",
+}
 """Active, for layers and optimizers that are not Transformer Engine's."""
-ANYWHERE = {"fused_cross_entropy", "fused_rope", "linear_cross_entropy"}
+ANYWHERE = {"fused_cross_entropy", "linear_cross_entropy"}
 """Some of those that are active on both devices."""
 
 
@@ -73,7 +76,8 @@ def test_what_transformer_engine_has_is_idle_and_all_else_as_without(
     for name in ASIDE:
         assert (without[name].state, without[name].reason) == ("active", ""), name
         assert beside[name].state == "active"
-        assert re.match("not in (Transformer Engine's layers|the steps of)", beside[name].reason)
+        told = "not (in Transformer Engine's layers|in the steps of|for --apply-rope-fusion)"
+        assert re.match(told, beside[name].reason)
     assert {beside[name].state for name in ANYWHERE} == {"active"}
     status = {
         **{"device": device, "device_reason": "asked for", "megatron": "0.19.2"},
@@ -92,7 +96,40 @@ def test_layers_of_the_local_spec_are_not_transformer_engines(
 ) -> None:
     local = argparse.Namespace(**{**vars(args), "transformer_impl": "local"})
     beside = choices(True, Context("cuda", "0.19.2", local), monkeypatch)
-    assert {name for name in ASIDE if beside[name].reason} == {"fused_adamw"}
+    assert {name for name in ASIDE if beside[name].reason} == {"fused_adamw", "fused_rope"}
+
+
+def test_what_is_asked_for_by_name_and_cannot_be_is_no_rest(
+    args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget that nobody keeps is an error under `--accel-strict`."""
+    local = argparse.Namespace(**{**vars(args), "transformer_impl": "local"})
+    monkeypatch.setattr(upstream, "te_installed", lambda: True)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("accel.patches.") and hasattr(module, "te_installed"):
+            monkeypatch.setattr(module, "te_installed", lambda: True)
+    context = Context("cpu", "0.19.2", local)
+    wishes = {"memory_budget": 1.0, "recompute_norm": None}
+    chosen = {c.feature.name: c for c in choose(FEATURES, "off", wishes, context)}
+    assert chosen["memory_budget"].state == "skipped"
+    assert chosen["memory_budget"].reason == (
+        "needs recompute_modules, which is idle: transformer_engine is installed"
+    )
+    with pytest.raises(ValueError, match="--accel-strict: --accel-memory-budget: needs"):
+        choose(FEATURES, "off", wishes, context, strict=True)
+
+
+def test_swapped_tensors_would_cost_transformer_engines_weights_their_gradients(
+    args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swap_attention, "te_installed", lambda: True)
+    wish = {"swap_attention": ["all"]}
+    theirs = argparse.Namespace(**{**vars(args), "overlap_grad_reduce": True})
+    with pytest.raises(ValueError, match="not in Transformer Engine's layers with --overlap-grad"):
+        choose(FEATURES, "off", wish, Context("cuda", "0.19.2", theirs))
+    for change in ({"transformer_impl": "local"}, {"overlap_grad_reduce": False}):
+        allowed = argparse.Namespace(**{**vars(theirs), **change})
+        assert swap_attention.FEATURE.refuses(Context("cuda", "0.19.2", allowed)) is None
 
 
 TE = ("transformer_engine", "transformer_engine_torch")

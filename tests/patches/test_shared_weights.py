@@ -352,6 +352,29 @@ def test_a_state_dict_of_other_parameters_names_what_differs_and_loads_nothing()
 
 
 @BOTH
+@pytest.mark.parametrize("feature", ["shared_weights", "host_optimizer"])
+def test_a_norm_that_nobody_has_read_clips_in_the_step(
+    distributed: bool, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformer Engine's, a tensor: no gradient is written."""
+    from megatron.core.optimizer import clip_grads
+
+    found = []
+    for impl in (None, pytest.fail):
+        with one_rank(fused_adamw=True, **{feature: True}):
+            monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", impl)
+            model, optimizer, inner = built(distributed)
+            log = [one_step(model, optimizer, i) for i in range(3)]
+            assert all(isinstance(norm, Tensor) is (impl is not None) for _, norm, _ in log)
+            norms = [float(norm) for _, norm, _ in log]
+            assert min(norms) > 1, "clipping has something to do"
+            found.append((norms, masters(model, inner)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    for plain, unread in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(unread, plain, rtol=1e-6, atol=1e-8)
+
+
+@BOTH
 def test_states_move_from_a_parameter_to_another(distributed: bool) -> None:
     """As `expert_migration` moves them: the master, both moments, and the weight with its remainder."""
     with one_rank(fused_adamw=True, shared_weights=True):

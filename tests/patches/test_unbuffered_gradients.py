@@ -317,7 +317,7 @@ def test_idle_where_another_library_clips(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(unbuffered_gradients, "fused_adam_library", lambda: "Apex")
     context = Context("cuda", "0.19.2", SimpleNamespace(**ARGS))
     found = unbuffered_gradients.FEATURE.idle(context)
-    assert found == "Apex clips gradients by writing them, in fp32"
+    assert found == "Apex takes the norm of gradients, of tensors of one dtype"
 
 
 @pytest.mark.parametrize(
