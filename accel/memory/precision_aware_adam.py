@@ -185,6 +185,13 @@ class PrecisionAwareAdam(ClipsInStep, torch.optim.AdamW):
         with not_on_device(param.device):
             return self._in_fp32(param, state_name, torch.device("cpu"))
 
+    def master_of(self, param: Tensor) -> Tensor:
+        """In fp32 and on the device of the parameter; before its first step the parameter."""
+        if self._is_own_master(param) or not self.state.get(param):
+            return param.detach().float()
+        self._complete_state(param)
+        return self._in_fp32(param, MASTER, param.device)
+
     def _in_fp32(self, param: Tensor, name: str, device: torch.device) -> Tensor:
         kept = self.state[param][name].to(device)
         if kept.dtype == torch.int16:

@@ -8,18 +8,21 @@ too (`SharedWeightsOptimizer`). Three features want it, each for a reason of its
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from accel.memory.host_adam import REPLICATED, HostAdam
 from accel.memory.precision_aware_adam import MASTER, PrecisionAwareAdam
+from accel.ops import l2_norm
 from accel.patches._told import told
 from accel.patching import Patch
 from accel.upstream import fused_adam_library, te_installed
@@ -30,6 +33,8 @@ __all__ = [
     "INNER_MASTERS",
     "NOT_WITH_FSDP",
     "WANTED",
+    "Master",
+    "keep_master_of",
     "reads_any_dtype",
     "refused",
     "want",
@@ -227,10 +232,11 @@ def without_main_params(init: Callable[..., None]) -> Callable[..., None]:
         init(self, *args, **kwargs)
         if isinstance(self.optimizer, PrecisionAwareAdam) and not self.is_stub_optimizer:
             for param in (p for buffer in self.buffers for p in buffer.params):
-                # of other ranks' shards too: then upstream takes the weights themselves, whole on each rank
                 if getattr(param, "main_param", self) is None:
                     del param.main_param
+                keep_master_of(param, None)
             for weight, shard in _weights_and_shards(self):
+                keep_master_of(weight, Master.of(self.optimizer, shard, sharded=True))
                 replicated = any(getattr(weight, name, False) for name in REPLICATED)
                 setattr(shard, REPLICATED[-1], replicated)
 
@@ -290,30 +296,79 @@ def reads_any_dtype(optimizer: Any) -> bool:
     return CLIPPING in WANTED and one_norm and not fused_adam_library()
 
 
-def of_weights_as_they_are(norm: Callable[..., float]) -> Callable[..., float]:
+class Master(NamedTuple):
+    """What stands for a master in fp32 that is joined when its norm is taken, and let go of."""
+
+    adam: weakref.ref[PrecisionAwareAdam]
+    param: weakref.ref[Any]
+    """Of that optimizer."""
+    sharded: bool
+    """Whether other ranks have other parts of it."""
+
+    @classmethod
+    def of(cls, adam: PrecisionAwareAdam, param: Any, *, sharded: bool) -> Master:
+        return cls(weakref.ref(adam), weakref.ref(param), sharded)
+
+    def joined(self) -> Tensor:
+        adam, param = self.adam(), self.param()
+        assert adam is not None
+        assert param is not None, "its optimizer holds it"
+        return adam.master_of(param)
+
+
+_MASTER_OF = "accel_master"
+"""Attribute of a model's parameter: its `Master`, or None where other ranks have all of it."""
+
+
+def keep_master_of(weight: Any, master: Master | None) -> None:
+    """For `of_masters`."""
+    setattr(weight, _MASTER_OF, master)
+
+
+def of_masters(norm: Callable[..., float]) -> Callable[..., float]:
     """Wraps ``calc_params_l2_norm``."""
 
     @functools.wraps(norm)
     def calc_params_l2_norm(model: Any, force_create_fp32_copy: bool = False) -> float:
-        from accel.patches.fused_adamw import multi_tensor_l2_norm
-
         if force_create_fp32_copy:
             return norm(model, force_create_fp32_copy)
-        names: dict[str, Any] = {"multi_tensor_l2norm": multi_tensor_l2_norm}  # of any dtypes
+        names: dict[str, Any] = {"multi_tensor_l2norm": _norm_of_all}
         if part := inspect.unwrap(norm).__globals__.get("_compute_norm_2"):
             names["_compute_norm_2"] = told(part, {}, **names)
         chunks = model if isinstance(model, list) else [model]
-        params = [param for chunk in chunks for param in chunk.parameters()]
-        without = [p for p in params if p.dtype == torch.bfloat16 and not hasattr(p, "main_param")]
-        for param in without:
-            param.main_param = param.detach()
-        try:
+        with _main_params([param for chunk in chunks for param in chunk.parameters()]):
             return told(norm, {}, **names)(model)
-        finally:
-            for param in without:
-                del param.main_param
 
     return calc_params_l2_norm
+
+
+@contextlib.contextmanager
+def _main_params(params: Sequence[Any]) -> Iterator[None]:
+    """Gives those in bf16 that have no main parameter what upstream asks for."""
+    names = ("main_param", "main_param_sharded")
+    without = [p for p in params if p.dtype == torch.bfloat16 and not hasattr(p, names[0])]
+    for param in without:
+        master = getattr(param, _MASTER_OF, param)
+        if isinstance(master, Master) and master.adam() is None:
+            master = param  # of an optimizer that is gone
+        param.main_param = param.detach() if master is param else master
+        param.main_param_sharded = master is None or getattr(master, "sharded", False)
+    try:
+        yield
+    finally:
+        for param in without:
+            for name in names:
+                delattr(param, name)
+
+
+def _norm_of_all(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Any, per_tensor: bool, *args: Any
+) -> tuple[Tensor, None]:
+    """``multi_tensor_l2norm`` of tensors of any dtypes, and of `Master`."""
+    each = [entry for entries in tensor_lists for entry in entries]
+    norms = [l2_norm([entry.joined()]) for entry in each if isinstance(entry, Master)]
+    norms.append(l2_norm([entry.detach() for entry in each if isinstance(entry, Tensor)]))
+    return l2_norm(norms).view(1), None
 
 
 def states_alone(offload: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -390,10 +445,10 @@ INNER_MASTERS = (
     ),
     Patch(
         target="megatron.training.utils:calc_params_l2_norm",
-        replacement=f"{_HERE}:of_weights_as_they_are",
+        replacement=f"{_HERE}:of_masters",
         how="wrap",
         expects=("model", "force_create_fp32_copy"),
-        why="Upstream copies all weights without a main parameter to fp32 for --log-params-norm.",
+        why="Upstream takes the norm of main parameters; of weights without, which it copies all to fp32.",
     ),
     Patch(
         target="megatron.core.optimizer.optimizer:MegatronOptimizer.offload_to_cpu",

@@ -10,8 +10,7 @@ stock has 6.
 The bf16 weight is the master rounded to nearest, ties to even, as in stock; the master loses one ulp, once,
 where it is such a tie whose upper half is even. With fp32 moments a step is otherwise the same arithmetic as
 without the flag. Checkpoints hold the fp32 master in the place where stock has it, so that they load with and
-without the flag. ``--log-params-norm`` is the norm of the weights in bf16 (upstream prints 0 here); under
-``--overlap-param-gather`` those of other ranks' shards as of the step before.
+without the flag. ``--log-params-norm`` is the norm of the masters (upstream prints 0 here).
 
 Not to be loaded: a ``torch_dist`` checkpoint that Transformer Engine's own Adam has written with the flag. It
 holds the 16 bits in that place, and neither Megatron nor accel can tell them from a master; stock without the

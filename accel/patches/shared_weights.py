@@ -15,11 +15,12 @@ lower one is even, it loses one unit in its last place. Of random numbers 1 in 2
 
 Checkpoints are stock's in every format, with the fp32 masters, and load with and without the flag. The
 masters that one holds are joined in host memory, one by one; the device has no second copy of them.
-``--log-params-norm`` is the norm of the weights in bf16, of which it makes no copy; under
-``--overlap-param-gather`` those of other ranks' shards as of the step before.
+``--log-params-norm`` is the norm of the masters, as in stock: each is joined for it by itself.
 
 Where Megatron's ``offload_to_cpu`` would take an optimizer's parameters along, the states go alone: the
-parameters are the model's own. Code that looks for fp32 masters beside the optimizer's states
+parameters are the model's own. Programs that move ``exp_avg`` and ``exp_avg_sq`` themselves (verl, ms-swift)
+leave the remainders on the device, 2 bytes of a parameter: ``optimizer.offload_to_cpu()`` takes them too.
+Code that looks for fp32 masters beside the optimizer's states
 (``fp32_from_float16_groups``, ``shard_fp32_from_float16_groups``) finds none, as under
 ``--use-precision-aware-optimizer``: ``--no-accel-shared-weights`` keeps them there.
 """

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accel.memory.pinned import not_on_device
 from accel.memory.precision_aware_adam import MASTER, PrecisionAwareAdam
-from accel.patches._inner_masters import reads_any_dtype
+from accel.patches._inner_masters import Master, keep_master_of, reads_any_dtype
 from accel.patches.adam_resume import count_from_0, counted_by_group
 
 __all__ = ["SharedWeightsOptimizer"]
@@ -56,6 +56,7 @@ class SharedWeightsOptimizer(Float16OptimizerWithFloat16Params):
                     f"a parameter {list(param.shape)} is {param.dtype}: an optimizer that keeps the masters "
                     "serves torch.bfloat16, and leaves torch.float32 as it is"
                 )
+            keep_master_of(param, Master.of(optimizer, param, sharded=False))
         self.float16_groups = [[p for p in g if p.dtype == torch.bfloat16] for g in groups]
         self.fp32_from_fp32_groups = [[p for p in g if p.dtype == torch.float32] for g in groups]
         # what the base class copies to and from, pair by pair: nothing

@@ -6,6 +6,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -423,30 +426,49 @@ def test_a_load_makes_no_second_states() -> None:
         assert 10 * numel <= memory.memory_allocated() - before < 11 * numel
 
 
+@contextmanager
+def one_at_a_time() -> Iterator[list[Any]]:
+    """Masters that are joined; each is gone when the next one is."""
+    joined: list[Any] = []
+    join = PrecisionAwareAdam.master_of
+
+    def master_of(self: Any, param: Tensor) -> Tensor:
+        assert all(made() is None for made in joined)
+        master = join(self, param)
+        joined.append(weakref.ref(master))
+        return master
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrecisionAwareAdam, "master_of", master_of)
+        yield joined
+
+
 def check_norm_of_weights() -> None:
     from megatron.training import global_vars, utils
 
     for distributed in (False, True):
         with one_rank(fused_adamw=True, shared_weights=True):
-            model, optimizer, _ = built(distributed)
-            one_step(model, optimizer, 0)
+            model, optimizer, inner = built(distributed)
             weights = list(model.parameters())
-            wanted = torch.cat([p.detach().double().view(-1) for p in weights]).norm().item()
-            wide = weights[0].numel() * 4
+            rounded = torch.cat([p.detach().double().view(-1) for p in weights]).norm().item()
+            one_step(model, optimizer, 0)
+            exact = torch.cat([m.double().view(-1) for m in masters(model, inner)]).norm().item()
             global_vars.set_args(SimpleNamespace(bf16=True, use_megatron_fsdp=False))
             try:
-                with memory.limit(memory.memory_allocated() + wide // 2):
+                with one_at_a_time() as joined:
                     found = utils.calc_params_l2_norm(model)
-                copied = utils.calc_params_l2_norm(model, force_create_fp32_copy=True)
+                assert len(joined) == len(weights)
+                fresh, *_ = built(distributed)
+                assert utils.calc_params_l2_norm(fresh) == pytest.approx(rounded, rel=1e-6)
             finally:
                 global_vars.unset_global_variables()
-            assert found == pytest.approx(wanted, rel=1e-6)
-            assert copied == pytest.approx(wanted, rel=1e-6)
+            assert found == pytest.approx(exact, rel=1e-6)
+            assert abs(exact - rounded) > 1e-5 * exact
             assert not any(hasattr(p, "main_param") for p in weights)
 
 
 @pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
-def test_the_norm_of_weights_makes_no_copies_in_fp32(version: str) -> None:
+def test_the_norm_is_that_of_the_masters_one_by_one(version: str) -> None:
     run_on(version, check_norm_of_weights)
 
 
