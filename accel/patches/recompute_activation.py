@@ -149,6 +149,9 @@ FEATURE = Feature(
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
     benchmarks=("activation_memory",),
+    conflicts=dict.fromkeys(
+        ("fp8", "fp4"), "the second linear layer keeps what it has quantized, not what is freed"
+    ),
     settings=(NUM_LAYERS,),
     switch_on=LAYERS.switch_on,
     patches=(
