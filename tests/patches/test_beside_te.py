@@ -13,7 +13,7 @@ import pytest
 
 from accel import upstream
 from accel.feature import Choice, Context, active, choose, taken_by_others
-from accel.patches import FEATURES, swap_attention
+from accel.patches import FEATURES, moe_overlap, swap_attention
 from accel.patching import plan
 from accel.start_up import table
 from tests import any_library
@@ -130,6 +130,19 @@ def test_swapped_tensors_would_cost_transformer_engines_weights_their_gradients(
     for change in ({"transformer_impl": "local"}, {"overlap_grad_reduce": False}):
         allowed = argparse.Namespace(**{**vars(theirs), **change})
         assert swap_attention.FEATURE.refuses(Context("cuda", "0.19.2", allowed)) is None
+
+
+def test_its_grouped_experts_are_refused_at_the_start(
+    args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moe_overlap, "te_installed", lambda: True)
+    grouped = {"moe_grouped_gemm": True, "num_experts": 4, "expert_model_parallel_size": 2}
+    grouped |= {"moe_token_dispatcher_type": "alltoall"}
+    theirs = argparse.Namespace(**{**vars(args), **grouped})
+    with pytest.raises(ValueError, match="Transformer Engine's grouped experts multiply"):
+        choose(FEATURES, "off", {"moe_overlap": True}, Context("cuda", "0.19.2", theirs))
+    theirs.transformer_impl = "local"
+    assert moe_overlap.FEATURE.refuses(Context("cuda", "0.19.2", theirs)) is None
 
 
 TE = ("transformer_engine", "transformer_engine_torch")
