@@ -291,10 +291,8 @@ def _with_requirements(choice: Choice, earlier: Sequence[Choice]) -> Choice:
                 return Choice(choice.feature, choice.asked, "skipped", reason)
             if other.state != "active":
                 reason = f"needs {other.feature.name}, which is {other.state}"
-                # one that was asked for by name is not off in silence
-                state: State = "skipped" if choice.asked == "flag" else "idle"
                 reason += f": {other.reason}" if other.reason else ""
-                return Choice(choice.feature, choice.asked, state, reason)
+                return Choice(choice.feature, choice.asked, "idle", reason)
     return choice
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "megatron_folder",
     "megatron_version",
     "others_norm",
+    "te_checkpoints",
     "te_has_its_own",
     "te_installed",
     "te_kernel_for",
@@ -67,6 +68,15 @@ def te_installed() -> bool:
 def te_serves(context: object) -> str | None:
     """For ``Feature.idle``: why there is nothing to do for a feature that fills in for it."""
     return "transformer_engine is installed" if te_installed() else None
+
+
+def te_checkpoints(context: object) -> str | None:
+    """For ``Feature.unavailable``: that Transformer Engine computes outputs again, where it is."""
+    return (
+        "where Transformer Engine is installed it computes again, not accel"
+        if te_installed()
+        else None
+    )
 
 
 def te_has_its_own(context: Any) -> str | None:

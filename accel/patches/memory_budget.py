@@ -65,7 +65,7 @@ from accel.patches._linear import LINEAR
 from accel.patches._router_state import router_state, unlogged_indexer
 from accel.patches.recompute_modules import megatrons_generators, norms_of, recompute_norms
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_RANGE, te_checkpoints
 
 _HERE = "accel.patches.memory_budget"
 _GIB = 1 << 30
@@ -564,6 +564,10 @@ def switch_on(value: int) -> Callable[[], None]:
     return switch_off
 
 
+def _unavailable(context: Context) -> str | None:
+    return te_checkpoints(context) or kernels()(context)
+
+
 def _refuses(context: Context) -> str | None:
     return swap_attention.refuses_graphs(context) or _shares_indices(context.args)
 
@@ -587,7 +591,7 @@ FEATURE = Feature(
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
     requires=("recompute_modules",),
-    unavailable=kernels(),
+    unavailable=_unavailable,
     conflicts={
         "overlap_moe_expert_parallel_comm": "layers run in pieces of Megatron's there",
         "recompute_granularity": "the plan says what is computed again",

@@ -24,7 +24,7 @@ from accel.patches._layers import (
     when_a_layer_is_built,
 )
 from accel.patches.recompute_modules import recompute_norms
-from accel.upstream import SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_RANGE, te_checkpoints
 
 LAYERS = FirstLayers()
 choosing = LAYERS.wrapping(recompute_norms)
@@ -37,6 +37,7 @@ FEATURE = Feature(
     megatron=SUPPORTED_RANGE,
     benchmarks=("activation_memory",),
     requires=("recompute_modules",),
+    unavailable=te_checkpoints,
     settings=(NUM_LAYERS,),
     switch_on=LAYERS.switch_on,
     patches=when_a_layer_is_built(
