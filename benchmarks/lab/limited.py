@@ -292,6 +292,8 @@ _REFUSED = (
     "all_to_all",
     "broadcast",
     "gather",
+    "gather_into_tensor",
+    "gather_single",
     "reduce",
     "reduce_scatter",
     "scatter",

@@ -67,14 +67,14 @@ def test_each_goes_on_from_the_others_checkpoint(case: str, fresh_store: FreshSt
 
 @pytest.mark.distributed(world_size=2)
 def test_norm_of_the_weights_is_stocks(fresh_store: FreshStore) -> None:
-    """That of the weights in bf16, where stock has the masters' in fp32."""
+    """That of the masters, joined for it; each rank has a half of them."""
     flags = ["--bf16", "--use-distributed-optimizer", "--log-params-norm", "--train-iters", "2"]
     ours, stock = (
         [float(norm) for norm in re.findall(r"params norm: (\S+) ", printed)]
         for switch in (SHARED, STOCK)
         for printed in [_printed([*flags, *switch], fresh_store)]
     )
-    assert ours == pytest.approx(stock, rel=1e-3)
+    assert ours == pytest.approx(stock, abs=1.1e-3)  # of what is printed the last digit
     assert len(stock) == 2 * (int(os.environ["RANK"]) == 1)
 
 
