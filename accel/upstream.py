@@ -24,6 +24,7 @@ __all__ = [
     "te_has_its_own",
     "te_installed",
     "te_kernel_for",
+    "te_layers_asked",
     "te_serves",
 ]
 
@@ -79,10 +80,15 @@ def te_checkpoints(context: object) -> str | None:
     )
 
 
+def te_layers_asked(args: Any) -> bool:
+    """Whether the layers are Transformer Engine's under Megatron's arguments."""
+    impl = getattr(args, "transformer_impl", None)
+    return te_installed() and impl in ("transformer_engine", "inference_optimized")
+
+
 def te_has_its_own(context: Any) -> str | None:
     """For ``Feature.aside``: that the layers which Megatron's arguments ask for do without a feature."""
-    impl = getattr(context.args, "transformer_impl", None)
-    theirs = te_installed() and impl in ("transformer_engine", "inference_optimized")
+    theirs = te_layers_asked(context.args)
     return "not in Transformer Engine's layers, which have their own" if theirs else None
 
 

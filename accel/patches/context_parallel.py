@@ -63,7 +63,7 @@ from accel.parallel.context.parts import Part
 from accel.patches._attention import dropout_of, never_served, scale_of
 from accel.patches._settings import needs_flags, whole_number
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_RANGE, te_installed
+from accel.upstream import SUPPORTED_RANGE, te_layers_asked
 
 _HERE = "accel.patches.context_parallel"
 _ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
@@ -427,7 +427,7 @@ def idle(context: Context) -> str | None:
     by_batch = getattr(context.args, "hybrid_context_parallel", False)
     if getattr(context.args, "context_parallel_size", None) == 1 and not by_batch:
         return "--context-parallel-size is 1"
-    if te_installed() and getattr(context.args, "transformer_impl", None) == "transformer_engine":
+    if te_layers_asked(context.args):
         return "Transformer Engine has it"
     return None
 

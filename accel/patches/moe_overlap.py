@@ -46,7 +46,7 @@ from accel.patches import _experts
 from accel.patches._expert_counts import layer_of, number_of
 from accel.patches._settings import whole_number
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_RANGE, te_installed
+from accel.upstream import SUPPORTED_RANGE, te_layers_asked
 
 _HERE = "accel.patches.moe_overlap"
 _LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
@@ -307,8 +307,7 @@ def refused(context: Context) -> str | None:
         return (
             f"--expert-tensor-parallel-size {split}: experts are split; give 1 to keep them whole"
         )
-    theirs = te_installed() and getattr(context.args, "transformer_impl", None) != "local"
-    if theirs and getattr(context.args, "moe_grouped_gemm", False):
+    if te_layers_asked(context.args) and getattr(context.args, "moe_grouped_gemm", False):
         return "Transformer Engine's grouped experts multiply themselves: give --transformer-impl local"
     return None
 

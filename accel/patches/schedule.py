@@ -56,7 +56,7 @@ from accel.parallel.schedule.names import (
 from accel.patches import _linear, _split_backward, _v_placement
 from accel.patches._pipeline import DRIVER, WANTED, measuring, refused
 from accel.patches._settings import needs_flags
-from accel.upstream import SUPPORTED_RANGE, te_installed
+from accel.upstream import SUPPORTED_RANGE, te_layers_asked
 
 NAMES = (INTERLEAVED, *NAMED)
 
@@ -133,7 +133,7 @@ def _parts_refused(args: Any) -> str | None:
     }.items():
         if (getattr(args, size, 1) or 1) > 1:
             return f"not with {flag}: weights are gathered for each pass"
-    if te_installed() and getattr(args, "transformer_impl", None) == "transformer_engine":
+    if te_layers_asked(args):
         return "Transformer Engine's layers put off no gradients: give --transformer-impl local"
     return None
 

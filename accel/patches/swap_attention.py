@@ -39,7 +39,7 @@ from accel.patches._layers import HYBRID_STACKS, TRANSFORMER_LAYER
 from accel.patches._linear import LINEAR
 from accel.patching import Patch
 from accel.start_up import say
-from accel.upstream import SUPPORTED_RANGE, te_installed
+from accel.upstream import SUPPORTED_RANGE, te_layers_asked
 
 _HERE = "accel.patches.swap_attention"
 _log = logging.getLogger("accel")
@@ -258,8 +258,7 @@ def _refuses(context: Context) -> str | None:
 def _loses_gradients(args: Any) -> str | None:
     """Transformer Engine's layers look for ``main_grad`` on the weight that they have saved, and under any
     hook of saved tensors get another object, so that data parallelism's hooks miss its gradient."""
-    theirs = te_installed() and getattr(args, "transformer_impl", None) == "transformer_engine"
-    if not (theirs and getattr(args, "overlap_grad_reduce", False)):
+    if not (te_layers_asked(args) and getattr(args, "overlap_grad_reduce", False)):
         return None
     return (
         "not in Transformer Engine's layers with --overlap-grad-reduce, which lose the gradients of their "

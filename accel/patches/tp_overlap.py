@@ -46,7 +46,7 @@ from accel.feature import Context, Feature, Setting
 from accel.parallel import overlap
 from accel.parallel.overlapped_linear import FORMS, SYMMETRIC, Form
 from accel.patches import _linear
-from accel.upstream import SUPPORTED_RANGE, te_installed
+from accel.upstream import SUPPORTED_RANGE, te_layers_asked
 
 _AUTO = "auto"
 WHOLE, PIECES = "whole", "pieces"
@@ -82,7 +82,7 @@ def parse_wgrad(given: Any) -> bool:
 def refused(context: Context) -> str | None:
     """Why products cannot overlap."""
     args = context.args
-    if te_installed() and getattr(args, "transformer_impl", None) == "transformer_engine":
+    if te_layers_asked(args):
         return "Transformer Engine's layers have --tp-comm-overlap; these are for --transformer-impl local"
     local = getattr(args, "transformer_impl", None) == "local"
     if local and getattr(args, "use_megatron_fsdp", False):

@@ -105,9 +105,6 @@ def test_what_is_asked_for_by_name_and_cannot_be_is_no_rest(
     """A budget that nobody keeps is an error under `--accel-strict`."""
     local = argparse.Namespace(**{**vars(args), "transformer_impl": "local"})
     monkeypatch.setattr(upstream, "te_installed", lambda: True)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("accel.patches.") and hasattr(module, "te_installed"):
-            monkeypatch.setattr(module, "te_installed", lambda: True)
     context = Context("cpu", "0.19.2", local)
     for wishes in ({"memory_budget": 1.0}, {"recompute_norm": True}):
         (name,) = wishes
@@ -121,7 +118,7 @@ def test_what_is_asked_for_by_name_and_cannot_be_is_no_rest(
 def test_swapped_tensors_would_cost_transformer_engines_weights_their_gradients(
     args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swap_attention, "te_installed", lambda: True)
+    monkeypatch.setattr(upstream, "te_installed", lambda: True)
     wish = {"swap_attention": ["all"]}
     theirs = argparse.Namespace(**{**vars(args), "overlap_grad_reduce": True})
     with pytest.raises(ValueError, match="not in Transformer Engine's layers with --overlap-grad"):
@@ -134,7 +131,7 @@ def test_swapped_tensors_would_cost_transformer_engines_weights_their_gradients(
 def test_its_grouped_experts_are_refused_at_the_start(
     args: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moe_overlap, "te_installed", lambda: True)
+    monkeypatch.setattr(upstream, "te_installed", lambda: True)
     grouped = {"moe_grouped_gemm": True, "num_experts": 4, "expert_model_parallel_size": 2}
     grouped |= {"moe_token_dispatcher_type": "alltoall"}
     theirs = argparse.Namespace(**{**vars(args), **grouped})

@@ -121,16 +121,23 @@ def print_steps() -> None:
     from megatron.core.optimizer import distrib_optimizer
 
     print(distrib_optimizer.HAVE_APEX_OR_TE)
-    for distributed in (False, True):
-        with one_rank(fused_adamw=True, shared_weights=True, adam_resume=True):
-            model, optimizer, inner = built(distributed)
+    by_flag = {"use_precision_aware_optimizer": True, "use_distributed_optimizer": True}
+    for feature, options in (
+        ("shared_weights", {}),
+        ("shared_weights", {"use_distributed_optimizer": True}),
+        ("host_optimizer", {"use_distributed_optimizer": True}),
+        ("precision_aware_optimizer", by_flag),
+    ):
+        with one_rank(fused_adamw=True, adam_resume=True, **{feature: True}):
+            model, optimizer = build(bf16=True, **options)
             for step in range(3):
                 one_step(model, optimizer, step)
-            other, resumed, resumed_inner = built(distributed)
+            other, resumed = build(bf16=True, **options)
             resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             one_step(other, resumed, 3)
-            for tensor in masters(model, inner) + masters(other, resumed_inner):
-                print(hashlib.sha256(tensor.numpy().tobytes()).hexdigest())
+            for each, its in ((model, optimizer), (other, resumed)):
+                for tensor in masters(each, its.chained_optimizers[0]):
+                    print(hashlib.sha256(tensor.numpy().tobytes()).hexdigest())
 
 
 @BOTH

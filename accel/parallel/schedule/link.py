@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["GroupLink"]
+__all__ = ["GroupLink", "SizedReceive"]
 
 _SIZES = 16
 """Numbers before a value: how many sizes it has, and these."""
@@ -49,7 +49,7 @@ class GroupLink:
         self.up, self.down = up, down
         self.shape, self.dtype, self.device, self.sized = tuple(shape), dtype, device, sized
         self.rank = dist.get_rank(up)
-        self._incoming: dict[int, deque[_Sized]] = {}
+        self._incoming: dict[int, deque[SizedReceive]] = {}
         self._sent = _Threaded() if device.type == "cpu" else _Polled()
 
     def send(self, target: int, value: Tensor) -> None:
@@ -66,9 +66,8 @@ class GroupLink:
 
     def expect(self, source: int) -> Callable[[], Tensor]:
         if self.sized:
-            sized = _Sized(self, source, self._incoming.setdefault(source, deque()))
-            return sized.wait
-        value, work = self._irecv(source, self.shape, self.dtype)
+            return SizedReceive(self, source, self._incoming.setdefault(source, deque())).wait
+        value, work = self.receive(source, self.shape, self.dtype)
 
         def wait() -> Tensor:
             work.wait()
@@ -126,7 +125,7 @@ class GroupLink:
         work = dist.isend(value, group=group, group_dst=target)
         self._sent.add(work, value)
 
-    def _irecv(self, source: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Any]:
+    def receive(self, source: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Any]:
         value = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         work = dist.irecv(value, group=self._group(source, self.rank), group_src=source)
         return value, work
@@ -144,13 +143,23 @@ def synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize()
 
 
-class _Sized:
+class Receiver(Protocol):
+    """What a `SizedReceive` asks for values and their sizes."""
+
+    dtype: torch.dtype
+
+    def receive(self, source: int, shape: Sequence[int], dtype: torch.dtype) -> tuple[Any, Any]:
+        """What comes, a tensor, and the work that is to be waited for."""
+        ...
+
+
+class SizedReceive:
     """A value behind its sizes: posted when these are known, in the order of the link."""
 
-    def __init__(self, link: GroupLink, source: int, queue: deque[_Sized]) -> None:
+    def __init__(self, link: Receiver, source: int, queue: deque[SizedReceive]) -> None:
         self._link, self._source, self._queue = link, source, queue
-        self._sizes: tuple[Tensor, Any] | None = None
-        self._value: tuple[Tensor, Any] | None = None
+        self._sizes: tuple[Any, Any] | None = None
+        self._value: tuple[Any, Any] | None = None
         queue.append(self)
         if len(queue) == 1:
             self._post_sizes()
@@ -163,7 +172,7 @@ class _Sized:
         return value
 
     def _post_sizes(self) -> None:
-        self._sizes = self._link._irecv(self._source, [_SIZES], torch.int64)
+        self._sizes = self._link.receive(self._source, [_SIZES], torch.int64)
 
     def _post_value(self) -> None:
         assert self._sizes is not None
@@ -171,7 +180,7 @@ class _Sized:
         sizes, work = self._sizes
         work.wait()
         ndim, *shape = sizes.tolist()
-        self._value = self._link._irecv(self._source, shape[:ndim], self._link.dtype)
+        self._value = self._link.receive(self._source, shape[:ndim], self._link.dtype)
         if self._queue:
             self._queue[0]._post_sizes()
 

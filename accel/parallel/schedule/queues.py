@@ -15,8 +15,9 @@ All of this says what comes before what, and there is a way through exactly if n
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from graphlib import CycleError, TopologicalSorter
 from itertools import product
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from accel.parallel.schedule.actions import Action, Kind, Schedule
+from accel.parallel.schedule.link import SizedReceive
 from accel.parallel.schedule.runtime import Posting, run
 
 __all__ = ["gets_through", "posting"]
@@ -52,9 +54,10 @@ def posting(schedule: Schedule, *, sized: bool, one_queue: bool, first: bool) ->
             if gets_through(schedule, each, sized=sized, one_queue=single, loading=loading):
                 return each
     of_sizes = " whose values have sizes of their own" if sized else ""
+    queue = " with one queue: leave out CUDA_DEVICE_MAX_CONNECTIONS=1 where Megatron allows it, or"
     raise ValueError(
-        f"the ranks of this schedule{of_sizes} would wait for each other on a device with one queue: take "
-        "another schedule, as zb-h1, or leave out CUDA_DEVICE_MAX_CONNECTIONS=1 where Megatron allows it"
+        f"the ranks of this schedule{of_sizes} would wait for each other on a device"
+        f"{queue if one_queue else ':'} take another schedule, as zb-h1"
     )
 
 
@@ -87,30 +90,24 @@ class _Order:
     """What comes before what; each thing has a beginning and an end."""
 
     def __init__(self) -> None:
-        self._after: list[list[int]] = []
-        self._waits_for: list[int] = []
+        self._sorter: TopologicalSorter[int] = TopologicalSorter()
+        self._count = 0
 
     def new(self) -> int:
         """A thing, which ends after its beginning."""
-        number = len(self._after) // 2
-        self._after += [[], []]
-        self._waits_for += [0, 0]
-        self.before(_begin(number), _end(number))
-        return number
+        self._count += 1
+        self.before(_begin(self._count), _end(self._count))
+        return self._count
 
     def before(self, first: int, second: int) -> None:
-        self._after[first].append(second)
-        self._waits_for[second] += 1
+        self._sorter.add(second, first)
 
     def is_without_circles(self) -> bool:
-        waits_for = list(self._waits_for)
-        ready = [event for event, count in enumerate(waits_for) if count == 0]
-        for event in ready:
-            for later in self._after[event]:
-                waits_for[later] -= 1
-                if waits_for[later] == 0:
-                    ready.append(later)
-        return len(ready) == len(waits_for)
+        try:
+            self._sorter.prepare()
+        except CycleError:
+            return False
+        return True
 
 
 def _begin(thing: int) -> int:
@@ -137,6 +134,7 @@ class _Asked:
         self._order, self._rank, self._channels = order, rank, channels
         self._sized, self._one_queue, self._loading = sized, one_queue, loading
         self._value = torch.empty(0)
+        self.dtype = self._value.dtype
         self._newest: dict[Any, int] = {}
         """Of each stream."""
         self._previous: int | None = None
@@ -146,7 +144,7 @@ class _Asked:
         self._so_far = self._host
         """Is done when all is that was asked for."""
         self._loaded: set[tuple[Kind, int]] = set()
-        self._incoming: dict[int, list[_Incoming]] = defaultdict(list)
+        self._incoming: dict[int, deque[SizedReceive]] = defaultdict(deque)
 
     def ask(self, stream: Any, *behind: int) -> int:
         """Something in a stream, which comes behind the ends of others."""
@@ -208,13 +206,20 @@ class _Asked:
 
     def expect(self, source: int) -> Callable[[], Tensor]:
         if self._sized:
-            return _Incoming(self, source, self._rank, self._incoming[source]).wait
-        thing = self.transfer(source, self._rank)
-        return lambda: self.wait(thing)
+            return SizedReceive(self, source, self._incoming[source]).wait
+        value, work = self.receive(source, (), self.dtype)
 
-    def wait(self, thing: int) -> Tensor:
-        self.ask("passes", thing)
-        return self._value
+        def wait() -> Tensor:
+            work.wait()
+            return value
+
+        return wait
+
+    def receive(
+        self, source: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> tuple[Any, _Received]:
+        work = _Received(self, self.transfer(source, self._rank))
+        return (self._value if dtype is self.dtype else work), work
 
     def finish(self) -> None:
         pass
@@ -223,30 +228,16 @@ class _Asked:
         pass
 
 
-class _Incoming:
-    """A value behind its sizes, as `link` receives it."""
+class _Received:
+    """Sizes that are received, and the work of anything that is."""
 
-    def __init__(self, asked: _Asked, source: int, rank: int, queue: list[_Incoming]) -> None:
-        self._asked, self._ends, self._queue = asked, (source, rank), queue
-        self._sizes: int | None = None
-        self._value: int | None = None
-        queue.append(self)
-        if len(queue) == 1:
-            self._post_sizes()
+    def __init__(self, asked: _Asked, thing: int) -> None:
+        self._asked, self._thing = asked, thing
 
-    def wait(self) -> Tensor:
-        while self._value is None:
-            self._queue[0]._post_value()
-        return self._asked.wait(self._value)
+    def wait(self) -> None:
+        self._asked.ask("passes", self._thing)
 
-    def _post_sizes(self) -> None:
-        self._sizes = self._asked.transfer(*self._ends)
-
-    def _post_value(self) -> None:
-        assert self._sizes is not None
-        self._queue.pop(0)
-        self._asked.wait(self._sizes)
-        self._asked.host_waits(self._sizes)
-        self._value = self._asked.transfer(*self._ends)
-        if self._queue:
-            self._queue[0]._post_sizes()
+    def tolist(self) -> list[int]:
+        """The host reads them."""
+        self._asked.host_waits(self._thing)
+        return [1, 0]
