@@ -83,8 +83,8 @@ class Patch:
     """Upstream version -> :func:`source_hash` of the body that was read before it was replaced. A
     wrap depends on the signature alone; a replacement also on the body whose work it takes over,
     which must be one of these."""
-    over: bool = False
-    """Of ``provide``: what a guarded import has bound is replaced."""
+    bound: Literal["refused", "replaced", "kept"] = "refused"
+    """Of ``provide``: what becomes of a name that upstream's guarded import has bound after all."""
     optional: bool = False
     """The target may be missing in some supported versions (the feature's reason says which)."""
 
@@ -343,8 +343,11 @@ def _plan_provided(group: list[Patch], problems: list[str]) -> Change | None:
         if patch.optional:
             return None
         problems.append(f"{_describe(owner)} never mentions {name!r}")
-    elif raw is not _ABSENT and raw is not None and not patch.over:
-        problems.append("upstream binds it already; a provided name must be unbound, or None")
+    elif raw is not _ABSENT and raw is not None:
+        if patch.bound == "kept":
+            return None
+        if patch.bound == "refused":
+            problems.append("upstream binds it already; a provided name must be unbound, or None")
     return Change((patch,), owner, name, raw, _replacement(patch))
 
 

@@ -156,6 +156,20 @@ def test_provides_a_name_that_a_guarded_import_left_unbound(
     assert upstream.victim.NONE is None
 
 
+def test_what_upstream_binds_after_all_is_replaced_or_kept_if_the_patch_says_so(
+    upstream: types.SimpleNamespace,
+) -> None:
+    theirs = upstream.victim.f
+    with applied(patch("f", "provided", how="provide", bound="replaced")):
+        assert upstream.victim.f() == "provided"
+    assert upstream.victim.f is theirs
+    with applied(patch("f", "provided", how="provide", bound="kept")) as done:
+        assert done.bindings == []
+        assert upstream.victim.f is theirs
+    with applied(patch("missing_name", "provided", how="provide", bound="kept")):
+        assert upstream.victim.uses_missing() == "provided"
+
+
 def test_provides_an_optional_name_only_where_upstream_mentions_it(
     upstream: types.SimpleNamespace,
 ) -> None:

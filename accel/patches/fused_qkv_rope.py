@@ -117,7 +117,7 @@ FEATURE = Feature(
             target=f"{_ATTENTION}:apply_fused_qkv_rotary_pos_emb",
             replacement=f"{_HERE}:apply_fused_qkv_rotary_pos_emb",
             how="provide",
-            over=True,
+            bound="replaced",
             why="Upstream's own is Transformer Engine's, and unbound without it.",
         ),
         Patch(

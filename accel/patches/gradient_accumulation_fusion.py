@@ -10,8 +10,9 @@ With pipeline stages, ``--mtp-num-layers`` and tied embeddings the last stage's 
 have one weight. Once the output layer has added its gradient to ``main_grad``, upstream takes no other, and
 that of the words that are looked up ahead is lost, with Apex too. Here it is added, in the way that upstream
 has without pipeline stages; that costs one addition of such a gradient for each micro-batch and, without
-``fused_weight_gradient``, zeros of the weight's size for each product of the output layer. Where Apex is
-installed the feature is idle, and this gradient lost.
+``fused_weight_gradient``, zeros of the weight's size for each product of the output layer.
+
+Where Apex's extension is installed Megatron's layers keep its two functions, and all else is as above.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
 
 AVAILABLE = True
+_EXTENSION = "fused_weight_gradient_mlp_cuda"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
@@ -57,7 +59,9 @@ def draining(upstream: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(upstream)
     @torch.no_grad()  # the inputs that were kept are those of the graph
     def drain(*args: Any, **kwargs: Any) -> None:
-        told(upstream, {"fused_weight_gradient_mlp_cuda": WeightGradient})(*args, **kwargs)
+        from megatron.core.tensor_parallel import layers
+
+        told(upstream, {_EXTENSION: getattr(layers, _EXTENSION)})(*args, **kwargs)
 
     return drain
 
@@ -81,22 +85,23 @@ def keeping_lookups(upstream: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _apex_serves(context: Context) -> str | None:
-    found = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    return "Apex's fused_weight_gradient_mlp_cuda is installed" if found else None
+    found = importlib.util.find_spec(_EXTENSION) is not None
+    return f"with Apex's {_EXTENSION}" if found else None
 
 
 FEATURE = Feature(
     name="gradient_accumulation_fusion",
-    summary="serve Megatron's --gradient-accumulation-fusion where Apex is not installed",
+    summary="serve Megatron's --gradient-accumulation-fusion without Apex",
     preset="off",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
-    idle=_apex_serves,
+    aside=_apex_serves,
     patches=(
         Patch(
-            target=f"{_LAYERS}:fused_weight_gradient_mlp_cuda",
+            target=f"{_LAYERS}:{_EXTENSION}",
             replacement="accel.patches.gradient_accumulation_fusion:WeightGradient",
             how="provide",
+            bound="kept",
             why="The guarded import of Apex's extension failed and left the name unbound.",
         ),
         Patch(

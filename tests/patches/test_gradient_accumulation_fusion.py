@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+import accel
+from accel.patches.gradient_accumulation_fusion import WeightGradient
 from accel.upstream import SUPPORTED_MEGATRON
-from tests.versions import run_on
+from tests.versions import output_with, run_on
 
 from .test_fused_adamw import one_rank
 
@@ -73,3 +77,45 @@ def check() -> None:
 @pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
 def test_the_words_that_a_tied_last_stage_looks_up_keep_their_gradient(version: str) -> None:
     run_on(version, check)
+
+
+def check_beside_apex() -> None:
+    """In a process of its own: before Megatron is imported there is a stand-in for Apex's extension."""
+    calls = []
+
+    def multiply(x_TH: Tensor, dy_TO: Tensor, main_grad_OH: Tensor) -> None:
+        calls.append(x_TH.shape)
+        WeightGradient.wgrad_gemm_accum_fp32(x_TH, dy_TO, main_grad_OH)
+
+    apex = types.ModuleType("fused_weight_gradient_mlp_cuda")
+    apex.wgrad_gemm_accum_fp32 = multiply
+    apex.__spec__ = types.SimpleNamespace(loader=None)
+    sys.modules[apex.__name__] = apex
+    from megatron.core import utils
+    from megatron.core.tensor_parallel import layers
+
+    accel.enable(preset="fast")
+    features = accel.status()["features"]
+    assert features["gradient_accumulation_fusion"]["state"] == "active"
+    assert "Apex's" in features["gradient_accumulation_fusion"]["reason"]
+    for name in ("fused_weight_gradient", "fused_embedding_gradient"):
+        assert features[name]["state"] == "active", features[name]
+    accel.disable()
+    check()
+    products = 2 * (4 + 5 + 2)  # two micro-batches; a layer, the one that predicts ahead, two heads
+    assert len(calls) == products
+    with one_rank(gradient_accumulation_fusion=True):
+        assert layers.fused_weight_gradient_mlp_cuda is apex
+        x, dy = torch.randn(2, 4, 1, 3), torch.randn(2, 4, 1, 2)
+        weight = torch.nn.Parameter(torch.zeros(2, 3))
+        weight.main_grad = torch.zeros(2, 3)
+        config = types.SimpleNamespace(sequence_parallel=False, gradient_accumulation_fusion=True)
+        alone = types.SimpleNamespace(size=lambda: 1)
+        utils.drain_embedding_wgrad_compute(config, [*x], [*dy], weight, alone)
+    torch.testing.assert_close(weight.main_grad, dy.flatten(0, 2).t() @ x.flatten(0, 2))
+    assert len(calls) == products + 2
+
+
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
+def test_beside_apex_its_kernel_multiplies_and_no_gradient_is_lost(version: str) -> None:
+    output_with(version, f"import {__name__} as test; test.check_beside_apex()")
