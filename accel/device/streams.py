@@ -1,8 +1,16 @@
-"""Waiting for a device no longer than for what was asked of its current stream."""
+"""A device's streams: waiting for no more than the current one, and what they share."""
+
+import os
 
 import torch
 
-__all__ = ["finish_current_stream"]
+__all__ = ["finish_current_stream", "one_queue"]
+
+
+def one_queue(device: torch.device) -> bool:
+    """Whether all streams share one queue, in which nothing begins before what was put there first: Megatron
+    wants it with tensor or context parallelism on GPUs before Blackwell."""
+    return device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def finish_current_stream(device: torch.device) -> None:

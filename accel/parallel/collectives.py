@@ -5,13 +5,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Messages", "Transfer", "gather_rows", "meet", "reduce_scatter_rows"]
+__all__ = [
+    "Messages",
+    "Outbox",
+    "Transfer",
+    "gather_rows",
+    "meet",
+    "post_together",
+    "reduce_scatter_rows",
+]
 
 
 def gather_rows(
@@ -44,6 +53,7 @@ class Messages:
     Args:
         sends: contiguous, and the rank that each goes to; not to be changed before `wait_sent`.
         receives: contiguous, to be written, and the rank that each comes from.
+        post: at once; else by `post_together`, before anybody waits.
     """
 
     def __init__(
@@ -51,24 +61,34 @@ class Messages:
         sends: Sequence[tuple[Tensor, int]],
         receives: Sequence[tuple[Tensor, int]],
         group: dist.ProcessGroup,
+        *,
+        post: bool = True,
     ) -> None:
-        # Receives first: gloo tells the sender that it may begin, which would else wait behind what leaves,
-        # so that of two ranks that exchange the later one's values would come after its own have left.
-        ops = [
+        self._receives = [
             dist.P2POp(dist.irecv, into, group=group, group_peer=source)
             for into, source in receives
         ]
-        ops += [dist.P2POp(dist.isend, tensor, group=group, group_peer=to) for tensor, to in sends]
-        device = ops[0].tensor.device.type if ops else "cpu"
-        rounds = [ops] if device in _REPEATS else _one_for_each(ops)
-        works: list[Any] = [w for batch in rounds if batch for w in dist.batch_isend_irecv(batch)]
-        one_for_all = len(works) < len(ops) or len(rounds) > 1
-        self._received = works if one_for_all and receives else works[: len(receives)]
-        self._sent = [] if one_for_all and receives else works[len(receives) :]
+        self._sends = [
+            dist.P2POp(dist.isend, tensor, group=group, group_peer=to) for tensor, to in sends
+        ]
+        self._received: list[Any] | None = None
+        self._sent: list[Any] = []
         self._kept = sends
         self._into = [into for into, _ in receives]
+        if post:
+            post_together([self])
+
+    @property
+    def posted(self) -> bool:
+        return self._received is not None
 
     def wait_received(self) -> None:
+        """
+        Raises:
+            RuntimeError: they were never posted.
+        """
+        if self._received is None:
+            raise RuntimeError("messages are waited for that were never posted")
         for work in self._received:
             work.wait()
         self._received = []
@@ -87,8 +107,59 @@ class Messages:
 
     def release_sent(self) -> None:
         """Before all was received: waits for what is sent and lets go of it, if it has works of its own."""
-        if self._sent:
+        if self.posted and self._sent:
             self.wait_sent()
+
+
+def post_together(messages: Sequence[Messages]) -> None:
+    """A device takes them as one kernel, which begins when all that they send is there."""
+    # Receives first: gloo tells the sender that it may begin, which would else wait behind what leaves,
+    # so that of two ranks that exchange the later one's values would come after its own have left.
+    ops = [op for m in messages for op in m._receives]
+    ops += [op for m in messages for op in m._sends]
+    device = ops[0].tensor.device.type if ops else "cpu"
+    rounds = [ops] if device in _REPEATS else _one_for_each(ops)
+    works: list[Any] = [w for batch in rounds if batch for w in dist.batch_isend_irecv(batch)]
+    if len(works) < len(ops) or len(rounds) > 1:  # a work is for everything
+        for m in messages:
+            m._received, m._sent = (works, []) if m._receives else ([], works if m._sends else [])
+    else:
+        left = iter(works)
+        for m in messages:
+            m._received = list(islice(left, len(m._receives)))
+        for m in messages:
+            m._sent = list(islice(left, len(m._sends)))
+    for m in messages:
+        m._receives, m._sends = [], []
+
+
+class Outbox:
+    """Messages of a group that leave at once, or together.
+
+    Where streams share one queue a message that waits, for a product or for another message, keeps all that
+    is launched after it from beginning. Those that are to leave beside the same product are put there right
+    before it, as one kernel.
+
+    Args:
+        together: they wait for `post`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, together: bool) -> None:
+        self.group, self.together = group, together
+        self._waiting: list[Messages] = []
+
+    def add(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
+    ) -> Messages:
+        messages = Messages(sends, receives, self.group, post=not self.together)
+        if self.together:
+            self._waiting.append(messages)
+        return messages
+
+    def post(self) -> None:
+        """Right before what is to hide them."""
+        waiting, self._waiting = self._waiting, []
+        post_together(waiting)
 
 
 _REPEATS = ("cpu", "cuda")

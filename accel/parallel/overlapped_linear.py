@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel.device.streams import one_queue
 from accel.parallel import symmetric_memory
 from accel.parallel.collectives import Transfer
 
@@ -85,18 +86,20 @@ class Plan:
             raise ValueError(f"form {self.form!r}: use {', '.join(FORMS)} or {SYMMETRIC}")
 
 
-def pieces_of(rows: int, kind: Kind, plan: Plan) -> list[slice]:
+def pieces_of(rows: int, kind: Kind, plan: Plan, *, even: bool = False) -> list[slice]:
     """Of so many rows, none of them empty.
 
     Of a gather the last is half as large as the one before it, and that as those before; of a ring that
-    reduces the first ones are, the other way around. Else, and where there are too few rows, they differ by
-    one row at most.
+    reduces the first ones are, the other way around. Else, where they are to be even, and where there are
+    too few rows, they differ by one row at most.
     """
     if rows == 0:
         return []
     chunks = min(rows, plan.chunks)
     shares = [1] * chunks
-    if kind == "gather":
+    if even:
+        pass
+    elif kind == "gather":
         shares = [*[4] * (chunks - 2), 2, 1][-chunks:]
     elif kind == "reduce_scatter" and plan.form == "ring":
         shares = [1, 2, *[4] * (chunks - 2)][:chunks]
@@ -138,7 +141,9 @@ def gather_matmul(
     whole = x.new_empty((*lead, x.shape[-1])) if keep else None
     y = x.new_empty((*lead, w.shape[1]))  # no view of another tensor: who gets it may write into it
     ys = y.view(ranks, own.shape[0], w.shape[1])
-    pieces = pieces_of(own.shape[0], "gather", plan)
+    # with one queue a piece's product hides the next piece, in a ring also the first of the next rank's
+    even = plan.form == "ring" and ranks > 2 and one_queue(x.device)
+    pieces = pieces_of(own.shape[0], "gather", plan, even=even)
     kept = None if whole is None else whole.view(ranks, *own.shape)
     for rows, owner, piece in (_around if plan.form == "ring" else _together)(
         own, kept, group, pieces
@@ -147,6 +152,12 @@ def gather_matmul(
         if each is not None:
             each(rows, owner, piece)
     return y, whole
+
+
+def _ahead(x: Tensor, pieces: Sequence[slice]) -> int:
+    """How many are under way at a time: with one queue the one that the next product hides, as that would not
+    begin before all others that were put there have begun."""
+    return 1 if one_queue(x.device) else len(pieces)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -162,14 +173,15 @@ def _around(
     whole = x.new_empty((ranks, *x.shape)) if kept is None else kept
     hops = [((me - hop) % ranks, piece) for hop in range(1, ranks) for piece in pieces]
     sources = [x[piece] for piece in pieces] + [whole[hop] for hop in hops]
+    ahead = _ahead(x, pieces)
     transfers = [
         Transfer(source, whole[hop], group)
-        for source, hop in zip(sources, hops[: len(pieces)], strict=False)
+        for source, hop in zip(sources, hops[:ahead], strict=False)
     ]
     yield x, me, slice(None)
     for i, hop in enumerate(hops):
         transfers[i].wait_received()
-        if (onward := i + len(pieces)) < len(hops):
+        if (onward := i + ahead) < len(hops):
             transfers.append(Transfer(sources[onward], whole[hops[onward]], group))
         yield whole[hop], *hop
     if kept is not None:
@@ -184,15 +196,22 @@ def _together(
     """As `_around`, by all-gathers."""
     ranks, me = group.size(), group.rank()
     coming: deque[tuple[Tensor, Any]] = deque()
-    for piece in pieces:
+
+    def gather(piece: slice) -> None:
         into = x.new_empty((ranks, *x[piece].shape)) if kept is None or len(pieces) > 1 else kept
         rows = into.flatten(0, 1)  # gloo takes no other shape
         work = dist.all_gather_into_tensor(rows, x[piece], group=group, async_op=True)
         coming.append((into, work))
+
+    ahead = _ahead(x, pieces)
+    for piece in pieces[:ahead]:
+        gather(piece)
     yield x, me, slice(None)
-    for piece in pieces:
+    for i, piece in enumerate(pieces):
         into, work = coming.popleft()
         work.wait()
+        for next_piece in pieces[i + ahead :][:1]:
+            gather(next_piece)
         for owner in range(ranks):
             if owner != me:
                 yield into[owner], owner, piece

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel.device.cpu import memory
+from accel.device.streams import one_queue
 from accel.parallel.schedule import Action, Kind, Placement, Schedule, validate, with_transfers
 from accel.parallel.schedule.link import GroupLink
 from accel.parallel.schedule.measured import Found, Measurement
@@ -74,10 +74,9 @@ class Wanted:
         key = id(schedule), sized
         if key in self.posted:
             return self.posted[key][1]
-        one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        single = one_queue(device)
         first, later = (
-            posting(schedule, sized=sized, one_queue=one_queue, first=first)
-            for first in (True, False)
+            posting(schedule, sized=sized, one_queue=single, first=first) for first in (True, False)
         )
         self.posted[key] = schedule, later
         return first

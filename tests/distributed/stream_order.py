@@ -26,8 +26,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from accel.parallel import collectives
 from accel.parallel.collectives import Messages
-from accel.parallel.experts import exchange, journey
+from accel.parallel.experts import journey
 
 
 class Access(NamedTuple):
@@ -183,13 +184,16 @@ class Noted(Messages):
         sends: Iterable[tuple[Tensor, int]],
         receives: Iterable[tuple[Tensor, int]],
         group: Any,
+        *,
+        post: bool,
     ) -> None:
+        assert post
         order, sends, receives = self.order, list(sends), list(receives)
         super().__init__(sends, receives, group)
         order.wait("messages", order.clock_of(order.current_stream().name))
         order.work("messages", [t for t, _ in sends], [t for t, _ in receives], "messages")
         self._done: Counter[str] | None = order.clock_of("messages")
-        self._receives = bool(receives)
+        self._waits_to_receive = bool(receives)
 
     def _wait(self) -> None:
         if self._done is not None:
@@ -198,7 +202,7 @@ class Noted(Messages):
 
     def wait_received(self) -> None:
         super().wait_received()
-        if self._receives:
+        if self._waits_to_receive:
             self._wait()
 
     def wait_sent(self) -> None:
@@ -212,8 +216,7 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
     order = Order()
     noted = type("Noted", (Noted,), {"order": order})
     with monkeypatch.context() as patch, order:
-        patch.setattr(journey, "Messages", noted)
-        patch.setattr(exchange, "Messages", noted)
+        patch.setattr(collectives, "Messages", noted)
         patch.setattr(journey, "asks_ahead", lambda device: False)
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: order.tell(tensor, stream))
         yield order

@@ -33,7 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from accel.parallel.collectives import Messages
+from accel.device.streams import one_queue
+from accel.parallel.collectives import Messages, Outbox
 from accel.parallel.context.parts import Attention, Part, place_of_chunk
 from accel.parallel.context.zigzag import halves
 
@@ -255,14 +256,14 @@ def _halved(blocks: Sequence[Block]) -> list[Block]:
     ]
 
 
+def _outbox(group: dist.ProcessGroup, device: torch.device) -> Outbox:
+    return Outbox(group, together=one_queue(device))
+
+
 def _exchange(
-    leaving: Sequence[Tensor],
-    to: int,
-    coming: Sequence[Tensor],
-    source: int,
-    group: dist.ProcessGroup,
+    leaving: Sequence[Tensor], to: int, coming: Sequence[Tensor], source: int, outbox: Outbox
 ) -> Messages:
-    return Messages([(t, to) for t in leaving], [(t, source) for t in coming], group)
+    return outbox.add([(t, to) for t in leaving], [(t, source) for t in coming])
 
 
 class _RingAttention(torch.autograd.Function):
@@ -287,7 +288,7 @@ class _RingAttention(torch.autograd.Function):
             )
             joined.add(block.queries, out, lse)
 
-        journey = _Journey(group, ring.window, causal, layout, [k, v])
+        journey = _Journey(_outbox(group, q.device), ring.window, causal, layout, [k, v])
         own = [Block("both", "both", causal)]
         if attention.dropout:
             own = _halved(blocks_of(layout.rank, layout.rank, causal))
@@ -320,7 +321,8 @@ class _Backward:
     """One backward pass: sums of the three gradients, and those of keys on their way to their owners."""
 
     def __init__(self, ctx: Any, dout: Tensor) -> None:
-        self._attention, self._layout, self._group, self._causal, self._ring = ctx.how
+        self._attention, self._layout, group, self._causal, self._ring = ctx.how
+        self._outbox = _outbox(group, dout.device)
         self._q, self._k, self._v, self._out, self._lse, *self._kept = ctx.saved_tensors
         self._dout = dout
         wide = torch.promote_types(dout.dtype, torch.float32)
@@ -339,6 +341,7 @@ class _Backward:
             self._add_what_came(leave=1)
             self._send_home(step, owner, half, grads)
             del grads, piece  # a block's worth, which the next need not lie beside
+        self._outbox.post()
         self._own(own[1:])
         self._add_what_came(leave=0)
         return [
@@ -357,7 +360,7 @@ class _Backward:
     def _journey(self) -> _Journey:
         travelling = {"none": [self._k, self._v], "keys": [self._v], "keys and values": []}
         return _Journey(
-            self._group, self._ring.window, self._causal, self._layout, travelling[self._ring.keep]
+            self._outbox, self._ring.window, self._causal, self._layout, travelling[self._ring.keep]
         )
 
     def _pieces(
@@ -410,7 +413,7 @@ class _Backward:
         if any(block.keys == half for block in theirs):
             coming = [t.new_empty(layout.take(t, half).shape) for t in (self._k, self._v)]
         leaving = [t.contiguous() for t in grads]
-        self._coming.append((half, _exchange(leaving, owner, coming, computer, self._group)))
+        self._coming.append((half, _exchange(leaving, owner, coming, computer, self._outbox)))
 
     def _add_what_came(self, leave: int) -> None:
         """All but the last `leave` of what is on its way.
@@ -454,19 +457,20 @@ class _Journey:
     """Halves of every rank's tensors as they come by; each goes on when it has come.
 
     Args:
+        outbox: is posted before each piece is given.
         own: what travels of this rank, `[S, ...]` or `[T, ...]`; none: nothing does, and pieces have no
             tensors.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        outbox: Outbox,
         window: int,
         causal: bool,
         layout: _Layout,
         own: Sequence[Tensor],
     ) -> None:
-        self._group, self._window, self._causal, self._layout = group, window, causal, layout
+        self._outbox, self._window, self._causal, self._layout = outbox, window, causal, layout
         self._shapes = {half: [layout.take(t, half).shape for t in own] for half in HALVES}
         self._like = own[0] if own else None
         self._passing: dict[tuple[int, int, Half], Messages] = {}
@@ -474,6 +478,7 @@ class _Journey:
             travels = self._travels(layout.rank, half)
             piece = [layout.take(t, half).contiguous() for t in own] if travels else []
             self._send_on(0, 0, half, piece)
+        outbox.post()
 
     def pieces(self) -> Iterator[tuple[tuple[int, int], int, Half, list[Tensor]]]:
         """Step, owner, half and tensors; none of a half that nobody but its owner sees."""
@@ -488,16 +493,18 @@ class _Journey:
                     piece = messages.received()
                     messages.wait_sent()
                     self._send_on(node, place, half, piece)
-                    if half == "second":
-                        self._release([(*step, "first") for step in steps[number + 1 :][:1]])
-                    elif number:  # the own two pieces left together
-                        self._release([(node, place, "second")])
+                self._outbox.post()
+                if half == "second":
+                    self._release([(*step, "first") for step in steps[number + 1 :][:1]])
+                elif number:  # the own two pieces left together
+                    self._release([(node, place, "second")])
                 yield (node, place), owner, half, piece
 
     def _release(self, next_of_half: list[tuple[int, int, Half]]) -> None:
         """What was sent a piece earlier, as these were posted, shall not lie beside what is computed."""
         for key in next_of_half:
-            self._passing[key].release_sent()
+            if key in self._passing:
+                self._passing[key].release_sent()
 
     def _travels(self, owner: int, half: Half) -> bool:
         """The last chunk of the sequence is seen by its own queries alone."""
@@ -521,4 +528,4 @@ class _Journey:
         if self._travels(moved(me, (-node, -place), ranks, window), half):
             coming = [self._like.new_empty(shape) for shape in self._shapes[half]]
         to, source = moved(me, by, ranks, window), moved(me, (-by[0], -by[1]), ranks, window)
-        self._passing[node, place, half] = _exchange(piece, to, coming, source, self._group)
+        self._passing[node, place, half] = _exchange(piece, to, coming, source, self._outbox)

@@ -36,10 +36,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from accel.device.streams import one_queue
 from accel.ops import grouped_gemm
 from accel.ops.grouped_gemm import accumulate_wgrad
 from accel.parallel import split_backward
-from accel.parallel.collectives import Messages
+from accel.parallel.collectives import Messages, Outbox
 from accel.parallel.experts.journey import Journey
 from accel.parallel.experts.plan import Copy
 from accel.parallel.experts.streams import OneStream, Streams
@@ -78,6 +79,7 @@ class Loan:
         copies: of all ranks, the same on each.
         owner: the rank of an expert.
         local: which of `experts`' matrices an expert's is, on its owner.
+        outbox: of `group`, which they leave from; None: they leave at once.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Loan:
         experts: Experts,
         owner: Callable[[int], int],
         local: Callable[[int], int],
+        outbox: Outbox | None = None,
     ) -> None:
         self.copies = frozenset(copies)
         rank, layers = group.rank(), experts.weights
@@ -99,7 +102,8 @@ class Loan:
         }
         sends = [(of[local(c.expert)].detach(), c.rank) for c in lent for of in layers]
         receives = [(w[0], owner(e)) for e, pair in self._came.items() for w in pair]
-        self._messages = Messages(sends, receives, group)
+        outbox = outbox or Outbox(group, together=False)
+        self._messages = outbox.add(sends, receives)
 
     def received(self, expert: int) -> Pair:
         """The matrices of an expert of which this rank has a copy."""
@@ -276,8 +280,9 @@ class _Run:
     ) -> tuple[Tensor, Tensor | None]:
         x, probs = x.detach().contiguous(), probs.detach().contiguous()
         y, self.like_probs = torch.empty_like(x), probs.new_empty(0)
-        journey = Journey(self.traffic, self.group, x, y, probs)
-        loan, self.loan = self.loan or self._lend(), None
+        outbox = self._outbox(x.device)
+        journey = Journey(self.traffic, outbox, x, y, probs)
+        loan, self.loan = self.loan or self._lend(outbox), None
         journey.ask()
         apart = self.traffic.apart()
         with self.streams.fork():
@@ -294,6 +299,7 @@ class _Run:
                     self.slices.append(computed)
                     results = computed.forward(rows, scalars[index], self.experts.mlp, self.keep)
                     journey.send_home(index, results)
+            outbox.post()
             self.guests = [
                 self._compute(guest, loan.received(guest.experts[0]), x, probs, y)
                 for guest in self.traffic.guests()
@@ -307,7 +313,8 @@ class _Run:
     ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor | None]]:
         dx = torch.empty_like(dy)
         dprobs = self.like_probs.new_empty(dy.shape[0])
-        journey = Journey(self.traffic, self.group, dy, dx)
+        outbox = self._outbox(dy.device)
+        journey = Journey(self.traffic, outbox, dy, dx)
         journey.ask()
         scalars: list[Tensor] = []
         sums: Pair = ([], [])
@@ -330,7 +337,9 @@ class _Run:
                         self._add_sums_of(index, sums)
         self.streams.share(scalars)
         home = journey.send_scalars_home(scalars, dprobs)
-        returned, gradients = self._give_back()
+        outbox.post()
+        returned, gradients = self._give_back(outbox)
+        outbox.post()
         self.guests = []  # with their matrices, which the weights' part would keep
         if part is None:
             with self.streams.fork():
@@ -401,11 +410,17 @@ class _Run:
     def _local(self, expert: int) -> int:
         return expert - self.traffic.owned(self.traffic.rank).start
 
-    def _lend(self) -> Loan:
-        traffic = self.traffic
-        return Loan(traffic.copies, self.group, self.experts, traffic.owner, self._local)
+    def _outbox(self, device: torch.device) -> Outbox:
+        """Pieces of another stream than the current one could not wait in it."""
+        in_order = isinstance(self.streams, OneStream)
+        return Outbox(self.group, together=in_order and one_queue(device))
 
-    def _give_back(self) -> tuple[Messages, list[Tensor]]:
+    def _lend(self, outbox: Outbox) -> Loan:
+        traffic = self.traffic
+        copies = traffic.copies
+        return Loan(copies, self.group, self.experts, traffic.owner, self._local, outbox)
+
+    def _give_back(self, outbox: Outbox) -> tuple[Messages, list[Tensor]]:
         """Send the gradients of the guests' matrices; what is under way, and those of the copies that were
         lent, of each copy the first layer's and the second's."""
         sends = []
@@ -414,7 +429,7 @@ class _Run:
             sends += [(self._of_a_guest(dy, x, guest.counts), owner) for dy, x in guest.left]
         layers = [self._gradient(layer) for layer in range(2)]
         lent = [(torch.empty_like(g), c.rank) for c in self.traffic.lent() for g in layers]
-        return Messages(sends, lent, self.group), [gradient for gradient, _ in lent]
+        return outbox.add(sends, lent), [gradient for gradient, _ in lent]
 
     def _of_a_guest(self, dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
         """The gradient of a matrix, in the dtype that its owner adds it in."""

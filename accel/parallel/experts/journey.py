@@ -3,11 +3,13 @@
 Places     A piece has its rows in one buffer, expert after expert, others' rows and this rank's: the former
            are received where they belong, the latter are copied there while the others are under way.
 Order      between two ranks: the scalars and the rows of all slices, then whatever else the caller sends,
-           then what comes home, slice after slice. Every rank keeps it.
+           then what comes home, slice after slice. Every rank keeps it. An outbox that posts together has
+           the scalars and the first slice; the caller's and the second slice; then the first one's homecoming
+           and the third, and so on.
 Waiting    On a host, all that is to come is asked for at once and before anything is sent: nobody waits for
            a slower rank to ask, nor does the asking wait behind what leaves. On devices each slice's
            homecoming is a step in which all ranks send and receive, as a stream takes one step after the
-           other.
+           other; from an outbox that posts together, one step with the next slice's setting out.
 """
 
 from __future__ import annotations
@@ -16,10 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from accel.parallel.collectives import Messages
+from accel.parallel.collectives import Messages, Outbox
 from accel.parallel.experts.traffic import Traffic
 
 __all__ = ["Journey"]
@@ -33,7 +34,8 @@ def asks_ahead(device: torch.device) -> bool:
 
 
 class Journey:
-    """Of the rows of one rank and of those that come to it; the rows set out at once.
+    """Of the rows of one rank and of those that come to it; the rows set out at once, but from an outbox that
+    posts together each slice as the one before it is given.
 
     Args:
         rows: `[P, H]`, contiguous; this rank's.
@@ -44,18 +46,18 @@ class Journey:
     def __init__(
         self,
         traffic: Traffic,
-        group: dist.ProcessGroup,
+        outbox: Outbox,
         rows: Tensor,
         home: Tensor,
         scalars: Tensor | None = None,
     ) -> None:
-        self.traffic, self.group, self.home = traffic, group, home
+        self.traffic, self.outbox, self.home = traffic, outbox, home
         self.slices = range(traffic.slices)
         self.pieces = traffic.pieces
         self._rows, self._own_scalars = rows, scalars
         self._came = [rows.new_empty(piece.rows, rows.shape[1]) for piece in self.pieces]
         self._messages: list[Messages] = []
-        self._asked = asks_ahead(rows.device)
+        self._asked = asks_ahead(rows.device) and not outbox.together
         if scalars is not None:
             self._scalars = [scalars.new_empty(piece.rows) for piece in self.pieces]
             self._with = {q: scalars.new_empty(n) for q, n in self._number_from().items()}
@@ -66,7 +68,10 @@ class Journey:
             for i in self.slices:
                 self._post(self._leaving(rows, i), [])
         else:
-            self._out = [self._post(self._leaving(rows, i), self._into(i)) for i in self.slices]
+            self._out = []
+            for _ in self.slices[: 1 if outbox.together else None]:
+                self._next_sets_out()
+        outbox.post()
 
     def ask(self) -> None:
         """Before anything is sent home: ask for all that comes home here."""
@@ -79,6 +84,9 @@ class Journey:
         for here, own in self.traffic.staying[index]:
             self._came[index][here] = self._rows[own]
         self._out[index].wait_received()
+        if len(self._out) < len(self.slices):
+            self._next_sets_out()
+        self.outbox.post()
         return self._came[index]
 
     def arrived_scalars(self) -> list[Tensor]:
@@ -129,8 +137,12 @@ class Journey:
             messages.wait_received()
             messages.wait_sent()
 
+    def _next_sets_out(self) -> None:
+        index = len(self._out)
+        self._out.append(self._post(self._leaving(self._rows, index), self._into(index)))
+
     def _post(self, sends: list[Message], receives: list[Message]) -> Messages:
-        self._messages.append(Messages(sends, receives, self.group))
+        self._messages.append(self.outbox.add(sends, receives))
         return self._messages[-1]
 
     def _leaving(self, rows: Tensor, index: int) -> list[Message]:
