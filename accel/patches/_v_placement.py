@@ -12,8 +12,10 @@ is built, fed, saved and loaded as if that were its pipeline rank:
     parallel_state    answers with this rank where `vp_stage` is 1, and while chunk 1 is built or run
 
 Checkpoints of the format ``torch_dist`` name layers by their number in the model and go from any placement to
-any other. The files of the format ``torch`` are those of a rank, and Megatron reads what does not fit without
-an error: a V neither writes nor reads them.
+any other. Without ``--dist-ckpt-optim-fully-reshardable`` the distributed optimizer's states are by the order
+of a rank's parameters, and `spec_checkpoints` refuses them in another placement. The files of the format
+``torch`` are those of a rank, and Megatron reads what does not fit without an error: a V neither writes nor
+reads them.
 
 All of it is inert until `switch_on` is called. Features of schedules that want a V list `PATCHES`, and refuse
 what `refusal` has a line for.
@@ -30,7 +32,10 @@ from typing import Any
 
 from accel.patching import Patch
 
-__all__ = ["PATCHES", "MirroredGroup", "refusal", "running", "switch_on"]
+__all__ = ["IN_A_V", "PATCHES", "MirroredGroup", "refusal", "running", "switch_on"]
+
+IN_A_V = "accel_in_a_v"
+"""Of Megatron's arguments, which checkpoints keep: that chunks lie in one."""
 
 _HERE = "accel.patches._v_placement"
 

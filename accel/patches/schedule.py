@@ -28,10 +28,10 @@ input, and the gradient of its output) is kept until then.
 **In a V**, chunk 0 of rank r is stage r and chunk 1 stage 2 P - 1 - r, so rank 0 has the embedding and the
 loss; ``--num-virtual-stages-per-pipeline-rank 2`` is set if nothing else is said, and weights must not be
 tied (``--untie-embeddings-and-output-weights``). Checkpoints of the format ``torch_dist`` go from any layout
-to any other, those of the distributed optimizer with ``--dist-ckpt-optim-fully-reshardable``; files of the
-format ``torch``, which other layouts would read as theirs, are neither written nor read. Not in a V:
-multi-token prediction, and first and last stages with another number of layers each (a
-``--pipeline-model-parallel-layout`` does that).
+to any other, those of the distributed optimizer with ``--dist-ckpt-optim-fully-reshardable`` (without it,
+from and to a V is an error); files of the format ``torch``, which other layouts would read as theirs, are
+neither written nor read. Not in a V: multi-token prediction, and first and last stages with another number of
+layers each (a ``--pipeline-model-parallel-layout`` does that).
 
 **Not with** CUDA graphs, ``--overlap-moe-expert-parallel-comm`` (Megatron's own combined passes),
 distillation (``adjust_tensor_shapes_fn``) and several models in one pipeline; those of two parts not with
@@ -93,7 +93,11 @@ def _prepare(context: Context) -> Sequence[str]:
         "num_virtual_stages_per_pipeline_rank",
         "pipeline_model_parallel_layout",
     )
-    if name is None or not is_v(name) or any(getattr(args, c, None) for c in chunks):
+    if name is None or not is_v(name):
+        return []
+    if args.pipeline_model_parallel_size > 1:
+        setattr(args, _v_placement.IN_A_V, True)
+    if any(getattr(args, c, None) for c in chunks):
         return []
     needs_flags(
         args,

@@ -17,7 +17,8 @@ when a checkpoint is loaded, nothing is changed when one is saved:
   error that says what to do. Under ``--ckpt-format torch`` other optimizers' states are in that order too,
   and under Muon those of norms, biases and embeddings. Experts' states are refused likewise where
   ``--expert-model-parallel-size`` or ``--expert-tensor-parallel-size`` has changed, as by
-  ``--moe-tp-extend-ep``: as many elements of other experts would fit.
+  ``--moe-tp-extend-ep``: as many elements of other experts would fit; and the distributed optimizer's between
+  pipelines whose chunks lie in a V (``--accel-schedule``) and others, where those of other layers would.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from accel.feature import Feature
+from accel.patches._v_placement import IN_A_V
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -226,7 +228,8 @@ def _by_order(saved: Any, wanted: Any, legacy: bool) -> bool:
         # weights are one list; norms, biases and softmax offsets are another
         mixed = getattr(saved, "add_bias_linear", False) or _groups(saved) != _groups(wanted)
         offsets = getattr(saved, "softmax_type", "vanilla") == "learnable"
-        if not (mixed or offsets):
+        moved = _is_distributed(wanted) and _in_a_v(saved) != _in_a_v(wanted)
+        if not (mixed or offsets or moved):
             return False
         if not _is_distributed(wanted):
             return legacy
@@ -258,7 +261,13 @@ def _order(args: Any) -> str | None:
         split = getattr(args, "expert_tensor_parallel_size", None)
         split = args.tensor_model_parallel_size if split is None else split
         order += f" --expert-model-parallel-size {spread} --expert-tensor-parallel-size {split}"
+    if _is_distributed(args) and _in_a_v(args):
+        order += " and an --accel-schedule whose chunks lie in a V"
     return order
+
+
+def _in_a_v(args: Any) -> bool:
+    return getattr(args, IN_A_V, False)
 
 
 FEATURE = Feature(

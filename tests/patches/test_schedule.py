@@ -18,7 +18,7 @@ from accel.parallel.schedule import Action, Kind, with_transfers
 from accel.parallel.schedule.names import INTERLEAVED, NAMED, named
 from accel.patches import schedule, vpp_extra_warmup
 from accel.patches._pipeline import WANTED, completing, unfit
-from accel.patches._v_placement import MirroredGroup
+from accel.patches._v_placement import IN_A_V, MirroredGroup
 
 
 def context(**args: Any) -> Context:
@@ -193,6 +193,16 @@ def test_a_v_gets_two_chunks_and_says_so() -> None:
     assert asked.args.num_virtual_stages_per_pipeline_rank == 2
     assert "--num-virtual-stages-per-pipeline-rank 2 is used" in note
     assert schedule.FEATURE.prepare(asked) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "found"), [("zb-v", 2, True), ("zb-v", 1, False), ("zb-h1", 2, False)]
+)
+def test_checkpoints_keep_that_chunks_lie_in_a_v(name: str, ranks: int, found: bool) -> None:
+    asked = context(accel_schedule=name, pipeline_model_parallel_size=ranks)
+    asked.args.num_virtual_stages_per_pipeline_rank = 2
+    assert schedule.FEATURE.prepare(asked) == []
+    assert getattr(asked.args, IN_A_V, False) is found
 
 
 def test_one_rank_has_no_pipeline() -> None:

@@ -176,6 +176,25 @@ def test_experts_that_are_split_no_more_are_others() -> None:
     assert other_order(run(**split, **named), run(**whole, **named)) is None
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [{}, {"use_distributed_optimizer": False, "use_layer_wise_distributed_optimizer": True}],
+    ids=["adam", "muon"],
+)
+def test_chunks_in_a_v_are_of_other_layers(optimizer: dict[str, bool]) -> None:
+    v, loop = run(**optimizer, accel_in_a_v=True), run(**optimizer)
+    problem = other_order(v, loop)
+    assert problem is not None
+    assert "--transformer-impl local and an --accel-schedule whose chunks lie in a V" in problem
+    assert "this run has --transformer-impl local: save it with --dist-ckpt-optim-fully" in problem
+    assert other_order(loop, v) is not None
+    assert other_order(v, v) is None
+    named = {**optimizer, "dist_ckpt_optim_fully_reshardable": True}
+    assert other_order(run(**named, accel_in_a_v=True), run(**named)) is None
+    alone = {"use_distributed_optimizer": False}
+    assert other_order(run(**alone, accel_in_a_v=True), run(**alone)) is None, "states have names"
+
+
 def test_an_evaluation_has_no_optimizer_to_refuse() -> None:
     assert other_order(run(), run(**TE)) is not None
     assert other_order(run(), run(**TE, skip_train=True)) is None

@@ -27,7 +27,7 @@ import torch
 from accel.device.cpu import streams
 from accel.device.cpu.audience import addressed
 
-__all__ = ["HOST", "of_this_device"]
+__all__ = ["HOST", "of_this_device", "seed_of"]
 
 HOST = torch.Generator()
 """The generator that the audience sees as the host's."""
@@ -56,19 +56,22 @@ def get_rng_state(device: Any = "cuda") -> torch.Tensor:
     return torch.default_generator.get_state()
 
 
+def seed_of(state: torch.Tensor) -> int:
+    """A seed made of another generator's state."""
+    digest = hashlib.sha256(state.cpu().numpy().tobytes()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
 def of_this_device(state: torch.Tensor) -> torch.Tensor:
     """A generator's state as the CPU's generator takes it. One that a CUDA run wrote has another form: it
     becomes the seed of another, and a warning says so."""
     if state.numel() != _PHILOX_STATE_BYTES:
         return state
-    digest = hashlib.sha256(state.numpy().tobytes()).digest()
-    seeded = torch.Generator()
-    seeded.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     _log.warning(
         "this RNG state was written by a CUDA run (Philox); the CPU generator is seeded from it, "
         "so random draws continue reproducibly but differ from the CUDA run's"
     )
-    return seeded.get_state()
+    return torch.Generator().manual_seed(seed_of(state)).get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
