@@ -174,14 +174,15 @@ def choose(
 
     Raises:
         ValueError: two features, or a feature and a Megatron option, that were both asked for by
-            name exclude each other; a name is unknown; or, with ``strict``, anything is skipped.
+            name exclude each other; what one that was asked for by name needs is refused; a name is
+            unknown; or, with ``strict``, anything is skipped.
     """
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}: use {', '.join(PRESETS)}")
-    asked = _asked(features, preset, explicit)
+    wishes = _wishes(features, _asked(features, preset, explicit), context)
     choices: list[Choice] = []
     for f in features:
-        choice = _decide(f, asked, context, allow_untested)
+        choice = _decide(f, wishes, context, allow_untested)
         if choice.state == "active" and (reason := taken(f)):
             choice = Choice(f, choice.asked, "skipped", reason)
         choices.append(_with_requirements(choice, choices))
@@ -235,7 +236,7 @@ def _asked(features: Sequence[Feature], preset: str, explicit: Mapping[str, Any]
             asked[f.name] = "flag"
         elif wish is None and f.preset and PRESETS.index(f.preset) <= PRESETS.index(preset):
             asked[f.name] = "preset"
-    for f in features:
+    for f in reversed(features):  # what others require comes before them
         for needed in f.requires:
             if f.name not in asked:
                 continue
@@ -247,25 +248,55 @@ def _asked(features: Sequence[Feature], preset: str, explicit: Mapping[str, Any]
     return asked
 
 
-def _decide(
-    feature: Feature, asked: Mapping[str, str], context: Context, allow_untested: bool
-) -> Choice:
-    how = asked.get(feature.name)
+@dataclass(frozen=True)
+class _Wishes:
+    """What is known before anything is decided, by the features' names."""
+
+    asked: Mapping[str, str]
+    """How; those that nobody wants are missing."""
+    named: Mapping[str, Feature]
+    """-> the feature that was asked for by name and needs it, perhaps itself."""
+    resting: Mapping[str, str]
+    """Why there is nothing to do."""
+
+
+def _wishes(features: Sequence[Feature], asked: Mapping[str, str], context: Context) -> _Wishes:
+    named: dict[str, Feature] = {}
+    resting: dict[str, str] = {}
+    for f in reversed(features):  # what others require comes before them
+        if asked.get(f.name) == "flag":
+            named[f.name] = f
+        if f.name in named:
+            named |= {needed: named[f.name] for needed in f.requires if needed not in named}
+        if f.name in asked and (reason := _rests(f, asked[f.name], context)):
+            resting[f.name] = reason
+    return _Wishes(asked, named, resting)
+
+
+def _rests(feature: Feature, how: str, context: Context) -> str | None:
+    if context.device not in feature.devices:
+        return f"concerns {', '.join(feature.devices)} only"
+    return feature.idle(_told(how, context))
+
+
+def _told(how: str, context: Context) -> Context:
+    return context if how == "flag" or not context.late else replace(context, args=None)
+
+
+def _decide(feature: Feature, wishes: _Wishes, context: Context, allow_untested: bool) -> Choice:
+    how = wishes.asked.get(feature.name)
     if how is None:
         return Choice(feature, "no", "off")
-    told = context if how == "flag" or not context.late else replace(context, args=None)
-    elsewhere = ""
-    if context.device not in feature.devices:
-        elsewhere = f"concerns {', '.join(feature.devices)} only"
-    resting = elsewhere or feature.idle(told)
+    resting = wishes.resting.get(feature.name)
     if resting and how != "flag":  # what has nothing to do stands in nobody's way
         return Choice(feature, how, "idle", resting)
-    if clash := _clash(feature, asked, context):
-        if how == "flag":
-            raise ValueError(clash)
+    if clash := _clash(feature, wishes, context):
+        if needing := wishes.named.get(feature.name):
+            needed = "" if needing is feature else f" ({needing.flag} needs {feature.flag})"
+            raise ValueError(clash + needed)
         return Choice(feature, how, "skipped", clash)
-    if elsewhere:
-        return Choice(feature, how, "idle", elsewhere)
+    if context.device not in feature.devices:
+        return Choice(feature, how, "idle", resting or "")
     if not allow_untested and context.megatron not in SpecifierSet(
         feature.megatron, prereleases=True
     ):
@@ -279,7 +310,7 @@ def _decide(
         return Choice(feature, how, "skipped", reason)
     if resting:
         return Choice(feature, how, "idle", resting)
-    return Choice(feature, how, "active", feature.aside(told) or "")
+    return Choice(feature, how, "active", feature.aside(_told(how, context)) or "")
 
 
 def _with_requirements(choice: Choice, earlier: Sequence[Choice]) -> Choice:
@@ -302,9 +333,9 @@ def _relieved(choice: Choice, why: str | None) -> Choice:
     return replace(choice, reason="; ".join(filter(None, [choice.reason, why])))
 
 
-def _clash(feature: Feature, asked: Mapping[str, str], context: Context) -> str | None:
+def _clash(feature: Feature, wishes: _Wishes, context: Context) -> str | None:
     for other, why in feature.conflicts.items():
-        if other in asked:
+        if other in wishes.asked and not wishes.resting.keys() & {other, feature.name}:
             return f"{feature.flag} and --accel-{other.replace('_', '-')} exclude each other: {why}"
         if getattr(context.args, other, None):
             return f"{feature.flag} and --{other.replace('_', '-')} exclude each other: {why}"

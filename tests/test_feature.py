@@ -107,6 +107,38 @@ def test_what_has_nothing_to_do_clashes_with_nobody_unless_it_was_asked_for_by_n
         choose([resting], "fast", {"picky": True}, THERE)
 
 
+@pytest.mark.parametrize("idle", ["one", "other"])
+def test_a_feature_that_rests_is_in_nobodys_way(idle: str) -> None:
+    """Asked for by name too: neither would change anything for the other."""
+    why = {idle: lambda context: "nothing to do"}
+    one = feature("one", preset="fast", idle=why.get("one", lambda context: None))
+    other = feature(
+        "other",
+        preset=None,
+        conflicts={"one": "both take the last byte"},
+        idle=why.get("other", lambda context: None),
+    )
+    for wishes in ({"other": True}, {"one": True, "other": True}):
+        found = {c.feature.name: c.state for c in choose([one, other], "fast", wishes, HERE)}
+        assert found == {"one": "active", "other": "active"} | {idle: "idle"}
+
+
+def test_what_a_named_feature_needs_is_not_refused_in_passing() -> None:
+    base = feature("base", preset=None, refuses=lambda context: "not with --this")
+    middle = feature("middle", preset=None, requires=("base",))
+    top = feature("top", preset="fast", requires=("middle",))
+    skipped = choose([base, middle, top], "fast", {}, HERE)
+    assert [c.state for c in skipped] == ["skipped"] * 3
+    with pytest.raises(
+        ValueError, match=r"^--accel-base: not with --this \(--accel-top needs --acc"
+    ):
+        choose([base, middle, top], "fast", {"top": True}, HERE)
+    with pytest.raises(ValueError, match=r"this \(--accel-middle needs --accel-base\)$"):
+        choose([base, middle, top], "fast", {"middle": True}, HERE)
+    with pytest.raises(ValueError, match=r"^--accel-base: not with --this$"):
+        choose([base, middle, top], "fast", {"base": True}, HERE)
+
+
 def test_skip_has_a_reason_and_is_an_error_when_strict() -> None:
     broken = feature("broken", unavailable=lambda context: f"no kernel for {context.device}")
     (choice,) = choose([broken], "fast", {}, HERE)
