@@ -26,6 +26,7 @@ import textwrap
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import ExtensionFileLoader
 from typing import Any, Literal, NamedTuple
 
 __all__ = [
@@ -460,8 +461,10 @@ def _copies(
 
 
 def _within(scope: tuple[str, ...]) -> Iterator[types.ModuleType]:
+    """But extension modules, which hold the classes by whose identity others tell them."""
     for name, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType) and name.partition(".")[0] in scope:
+        within = isinstance(module, types.ModuleType) and name.partition(".")[0] in scope
+        if within and not isinstance(vars(module).get("__loader__"), ExtensionFileLoader):
             yield module
 
 

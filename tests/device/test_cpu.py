@@ -198,6 +198,26 @@ def test_of_all_devices_states_this_ones_is_set() -> None:
     assert torch.equal(torch.cuda.get_rng_state(), states[torch.cuda.current_device()])
 
 
+@pytest.mark.parametrize("place", ["cuda", "cuda:1", 0, torch.device("cuda"), "cpu", None])
+def test_a_generator_for_cuda_is_the_hosts(place: object) -> None:
+    made = torch.Generator() if place is None else torch.Generator(device=place)  # type: ignore[arg-type]
+    assert type(made) is torch._C.Generator
+    assert made.device == torch.device("cpu")
+    expected = torch._C.Generator()
+    drawn = [torch.rand(3, generator=g.manual_seed(5), device="cuda") for g in (made, expected)]
+    assert torch.equal(*drawn)
+
+
+def test_generators_are_of_the_kind_that_they_were(runtime: Applied) -> None:
+    assert isinstance(torch.default_generator, torch.Generator)
+    assert issubclass(torch._C.Generator, torch.Generator)
+    assert not isinstance(3, torch.Generator)
+    with pytest.raises(RuntimeError, match="nowhere"):
+        torch.Generator("nowhere")
+    runtime.undo()
+    assert torch.Generator is torch._C.Generator
+
+
 class _Slow(torch.utils.data.Dataset):
     """Whose items come once the file is there."""
 

@@ -176,6 +176,7 @@ def _tensor_places() -> Iterable[Patch]:
         yield _wrap(
             f"torch:Tensor.{name}", f"factories:{adapter}", "A cuda tensor is a host tensor here."
         )
+    yield _wrap("torch:Generator", "generators:generator", "A cuda generator is a host generator.")
     for target, adapter in _CONTEXTS.items():
         yield _wrap(
             target,

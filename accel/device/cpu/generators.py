@@ -26,6 +26,7 @@ import torch
 
 from accel.device.cpu import streams
 from accel.device.cpu.audience import addressed
+from accel.device.cpu.factories import host
 
 __all__ = ["HOST", "of_this_device", "seed_of"]
 
@@ -50,6 +51,25 @@ DEFAULT_GENERATORS = _DefaultGenerators()
 
 _PHILOX_STATE_BYTES = 16  # seed and offset, 8 bytes each: torch's CUDAGeneratorImpl::get_state
 _log = logging.getLogger("accel")
+
+
+def generator(original: type[torch.Generator]) -> type[torch.Generator]:
+    """``torch.Generator``: one for cuda is the host's, of the original class."""
+
+    class Kind(type(original)):  # type: ignore[misc]  # a metaclass of that of a C type
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, original)
+
+        def __subclasscheck__(cls, other: type) -> bool:
+            return issubclass(other, original)
+
+    class Generator(original, metaclass=Kind):  # type: ignore[misc, valid-type]
+        def __new__(cls, device: Any = "cpu") -> torch.Generator:  # type: ignore[misc]
+            return original(host(device))
+
+    Generator.__module__, Generator.__qualname__ = original.__module__, original.__qualname__
+    Generator.__doc__ = original.__doc__
+    return Generator
 
 
 def get_rng_state(device: Any = "cuda") -> torch.Tensor:
