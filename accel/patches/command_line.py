@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from accel.feature import PRESETS, Context, Feature
-from accel.patches import _mindspeed
+from accel.patches import _mindspeed, te_layers
 from accel.patching import Patch
 from accel.upstream import megatron_version
 
@@ -54,7 +54,9 @@ HOOKS = (
         expects=("args", "defaults"),
         why="With --yaml-cfg Megatron validates its arguments elsewhere; features apply there too.",
     ),
+    te_layers.AWAITING,
 )
+"""Applied as soon as Megatron's arguments are imported, before any feature."""
 
 
 _SWITCHES = ("strict", "allow_untested_megatron")

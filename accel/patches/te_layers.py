@@ -25,6 +25,9 @@ experts (2.14) and the dense MLP as a group of one (2.14), which computes in FP8
 Context parallelism, for which stock needs Transformer Engine, is ``context_parallel``'s, which see.
 The softmax with an offset and the largest logit take a path that stores queries x keys, and a line says so.
 
+Megatron's BERT script takes these layers whatever ``--transformer-impl`` says, unless ``--spec local`` is
+given, and imports their spec before arguments are read: what it imports is filled when the feature is on.
+
 FP8, FP4 and userbuffers are not there yet: asking for one, on the command line or in the config of a layer,
 is an error that says so. The feature is idle under ``--transformer-impl local``.
 """
@@ -419,17 +422,73 @@ modelopt_te = types.SimpleNamespace(
 """Transformer Engine's norms as ModelOpt's `Norm` calls them."""
 
 
+@functools.cache
+def awaited_spec() -> Any:
+    """What stands for the spec of BERT's layers until they are there; before, it has nothing but an error."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    fields = {field.name for field in dataclasses.fields(ModuleSpec)}
+
+    class AwaitedSpec(ModuleSpec):
+        def __init__(self) -> None:
+            pass
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in fields:
+                raise ImportError(
+                    "Transformer Engine is not installed, and accel's te_layers is not active, which would "
+                    "serve the layers that this BERT has by default: leave out --transformer-impl local, or "
+                    "give --spec local"
+                )
+            return super().__getattribute__(name)
+
+    return AwaitedSpec()
+
+
+def awaiting_layers(original: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Wraps the ``__getattr__`` of BERT's specs, which Megatron's script asks for one when it is imported,
+    before any feature is on."""
+
+    @functools.wraps(original)
+    def find(name: str) -> Any:
+        try:
+            return original(name)
+        except ImportError:
+            if te_installed():
+                raise
+            return awaited_spec()
+
+    return find
+
+
+def give_awaited() -> Callable[[], None]:
+    """The spec is what was waited for; returns what takes it back."""
+    from megatron.core.models.bert import bert_layer_specs
+
+    spec, found = awaited_spec(), bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
+    before = type(spec)
+    spec.__class__ = type(found)
+    vars(spec).update(vars(found))
+
+    def take_back() -> None:
+        vars(spec).clear()
+        spec.__class__ = before
+
+    return take_back
+
+
 def switch_on() -> Callable[[], None]:
     """What no patch does, since an undo would take late copies of ModelOpt's `Linear` with it."""
     modelopt, *mla = map(_imported, (MODELOPT, _MLA, _ABSORBED_MLA))
     before = [(module, vars(module).get("Linear")) for module in mla if module and modelopt]
-    undo = make_again()
+    undo, take_back = make_again(), give_awaited()
     for module, _ in before:
         vars(module)["Linear"] = vars(modelopt)["Linear"]
 
     def off() -> None:
         for module, linear in before:
             vars(module)["Linear"] = linear
+        take_back()
         undo()
 
     return off
@@ -510,6 +569,15 @@ def _idle(context: Context) -> str | None:
         None if asked == "transformer_engine" else f"--transformer-impl {asked}"
     )
 
+
+AWAITING = Patch(
+    target=f"{_CORE}.models.bert.bert_layer_specs:__getattr__",
+    replacement="accel.patches.te_layers:awaiting_layers",
+    how="wrap",
+    expects=("name",),
+    why="Megatron's BERT script imports a spec, and upstream raises, before arguments say that it is served.",
+)
+"""For the time before features are chosen."""
 
 _WHY = "Without Transformer Engine upstream's class derives from a mock, or is None."
 

@@ -20,6 +20,8 @@ from accel.layers import stand_in
 from accel.patches import te_layers
 from accel.patches.spec_checkpoints import as_saved, other_order, refuse_other_order
 from accel.patches.te_layers import VERSIONS
+from accel.upstream import SUPPORTED_MEGATRON
+from tests.versions import output_with
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is not None,
@@ -363,3 +365,35 @@ def test_the_arguments_are_those_that_upstreams_module_sees(
     assert check(run()) == "checked"
     with pytest.raises(ValueError, match="--dist-ckpt-optim-fully-reshardable"):
         check(run(transformer_impl="transformer_engine"))
+
+
+def check_berts_spec() -> None:
+    accel.enable(preset="off", device="cpu", te_layers=False)
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_with_transformer_engine_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.training import arguments  # whose import hooks Megatron
+
+    spec = bert_layer_with_transformer_engine_spec
+    assert arguments is not None
+    assert isinstance(spec, ModuleSpec)
+    for name in ("module", "submodules", "params", "metainfo"):
+        with pytest.raises(ImportError, match="leave out --transformer-impl local, or give --spec"):
+            getattr(spec, name)
+    accel.enable(preset="off", device="cpu")
+    from megatron.core.models.bert import bert_layer_specs
+
+    whole = bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
+    assert type(spec) is ModuleSpec
+    assert spec.module is whole.module
+    assert spec.submodules.self_attention == whole.submodules.self_attention
+    assert spec.submodules.self_attention.submodules.core_attention is not None
+    accel.disable()
+    with pytest.raises(ImportError, match="te_layers is not active"):
+        assert spec.module
+    with pytest.raises(ImportError, match="Please use local Bert layer spec"):
+        assert bert_layer_specs.bert_layer_with_transformer_engine_spec
+
+
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
+def test_what_a_script_imports_for_bert_is_filled_when_the_feature_is_on(version: str) -> None:
+    output_with(version, f"import {__name__} as test; test.check_berts_spec()")
