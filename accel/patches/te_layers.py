@@ -52,6 +52,7 @@ from packaging.version import Version
 from accel import patching
 from accel.feature import Context, Feature
 from accel.layers import stand_in
+from accel.ops._dispatch import warn_once
 from accel.patches._told import told
 from accel.patching import AUDIENCE, Patch, aliases
 from accel.upstream import SUPPORTED_RANGE, te_installed, te_serves
@@ -481,6 +482,12 @@ def switch_on() -> Callable[[], None]:
     """What no patch does, since an undo would take late copies of ModelOpt's `Linear` with it."""
     modelopt, *mla = map(_imported, (MODELOPT, _MLA, _ABSORBED_MLA))
     before = [(module, vars(module).get("Linear")) for module in mla if module and modelopt]
+    if early := asked_before():
+        warn_once(
+            "te_layers",
+            f"{', '.join(early)}: HAVE_TE is False there, and layers are None, since it was imported before "
+            "Megatron's arguments were final; import it after that",
+        )
     undo, take_back = make_again(), give_awaited()
     for module, _ in before:
         vars(module)["Linear"] = vars(modelopt)["Linear"]
@@ -492,6 +499,19 @@ def switch_on() -> Callable[[], None]:
         undo()
 
     return off
+
+
+def asked_before() -> list[str]:
+    """Modules of the program's own that have asked for Transformer Engine's layers as Megatron's do, before
+    they were there, and hold none."""
+    return [
+        name
+        for name, module in list(sys.modules.items())
+        if type(module) is types.ModuleType  # others may import something when they are asked
+        and name.partition(".")[0] not in ("megatron", "accel")
+        and vars(module).get("HAVE_TE") is False
+        and any(vars(module).get(layer, module) is None for layer in CLASSES)
+    ]
 
 
 def _imported(name: str) -> types.ModuleType | None:

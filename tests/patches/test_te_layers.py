@@ -17,6 +17,7 @@ import torch
 import accel
 from accel.feature import Context
 from accel.layers import stand_in
+from accel.ops._dispatch import warn_once
 from accel.patches import te_layers
 from accel.patches.spec_checkpoints import as_saved, other_order, refuse_other_order
 from accel.patches.te_layers import VERSIONS
@@ -365,6 +366,30 @@ def test_the_arguments_are_those_that_upstreams_module_sees(
     assert check(run()) == "checked"
     with pytest.raises(ValueError, match="--dist-ckpt-optim-fully-reshardable"):
         check(run(transformer_impl="transformer_engine"))
+
+
+def test_modules_of_a_program_that_hold_no_layers_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = """
+try:
+    import transformer_engine
+except ImportError:
+    HAVE_TE, TELinear, TENorm = False, None, None
+"""
+    for name in ("my_layer_specs", "megatron.of_theirs"):
+        module = types.ModuleType(name)
+        exec(code, vars(module))
+        monkeypatch.setitem(sys.modules, name, module)
+    other = types.ModuleType("asks_for_itself")
+    other.HAVE_TE = False
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    assert te_layers.asked_before() == ["my_layer_specs"]
+    warn_once.cache_clear()
+    accel.enable(preset="off", device="cpu")
+    accel.disable()
+    (line,) = (r.getMessage() for r in caplog.records if "HAVE_TE is False" in r.getMessage())
+    assert line.startswith("te_layers: my_layer_specs: ")
 
 
 def check_berts_spec() -> None:
