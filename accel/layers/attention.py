@@ -169,8 +169,9 @@ class DotProductAttention(ExtraState):
         cp_group, cp_comm_type: the ranks that share the sequences: `set_context_parallel_group`.
         softmax_type: `vanilla`; `off-by-one`, one more key with score 0 and value 0 in every row;
             `learnable`, the same with a score for each head, the parameter `softmax_offset`. The latter two
-            take the plain path.
-        return_max_logit: return the largest scaled score of each head beside the result; plain path.
+            take the plain path on one rank, and not of a pack.
+        return_max_logit: return the largest scaled score of each head beside the result, of all ranks that
+            share the sequences; plain path on one rank, and not of a pack.
         options: what else Transformer Engine takes: refused if set.
 
     State dict: `_extra_state` (empty), and `softmax_offset [H]` if it is learnable.
@@ -351,7 +352,7 @@ class DotProductAttention(ExtraState):
                 )
             mask: dict[str, Any] = {"causal": causal, "window": window}
             if self.context_groups is not None:
-                return self._split(query_layer, key_layer, value_layer, mask, **starts)
+                return self._split(query_layer, key_layer, value_layer, mask, **starts)[0]
             return self._fused(query_layer, key_layer, value_layer, {**mask, **starts})
         qkv = [query_layer, key_layer, value_layer]
         if layout == "bshd":
@@ -366,27 +367,28 @@ class DotProductAttention(ExtraState):
                 )
         bias = None if core_attention_bias_type == "no_bias" else core_attention_bias
         if self.context_groups is not None:
-            if reason := self._only_plain():
-                raise NotImplementedError(
-                    f"context parallelism: {reason}; accel has that on one rank"
-                )
             masked = attention_mask is not None and "padding" in kind
             if masked or kind == "arbitrary" or bias is not None:
                 raise ValueError(
                     f"context parallelism: attn_mask_type={kind!r} asks for a mask or a bias of its own; a "
                     "split sequence can have a causal mask or none: use 'causal' or 'no_mask'"
                 )
-            out = self._split(q, k, v, {"causal": "causal" in kind, "window": window})
-            return out.transpose(0, 1) if layout == "bshd" else out
+            out, max_logit = self._split(q, k, v, {"causal": "causal" in kind, "window": window})
+            return self._returned(out, max_logit, layout)
         served, reason = _as_options(kind, window, attention_mask, q.shape[0], k.shape[0])
         reason = "an attention bias" if bias is not None else self._only_plain() or reason
         if attention is not None and reason is None:
-            out = self._fused(q, k, v, served)
+            out, max_logit = self._fused(q, k, v, served), None
         else:
             if attention is not None and reason is not None:
                 log_fallback("attention", reason)
             hidden = _hidden(kind, window, attention_mask, q, k)
             out, max_logit = self._plain(q, k, v, hidden, bias)
+        return self._returned(out, max_logit, layout)
+
+    def _returned(
+        self, out: Tensor, max_logit: Tensor | None, layout: str
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         out = out.transpose(0, 1) if layout == "bshd" else out
         return (out, max_logit) if self.return_max_logit else out
 
@@ -398,7 +400,8 @@ class DotProductAttention(ExtraState):
         how: dict[str, Any],
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        """The result, and the largest score of each head on any rank if it is to be returned."""
         if (
             cu_seqlens_q is not None
             and cu_seqlens_k is not None
@@ -409,15 +412,26 @@ class DotProductAttention(ExtraState):
                 "attends to itself"
             )
         assert self.context_groups is not None
+        heads = q.shape[-2]
+        offset = q.new_zeros(heads) if self.softmax_type == "off-by-one" else self.softmax_offset
+        largest = None
+        if self.return_max_logit:
+            largest = q.new_full((heads,), -torch.inf, dtype=torch.float32)
         whole = Attention(
-            self.softmax_scale, kernel=attention is not None, **self._dropout(q.device)
+            self.softmax_scale,
+            kernel=attention is not None,
+            offset=offset,
+            largest=largest,
+            **self._dropout(q.device),
         )
         ring = ring_settings().of_layer(self.layer_number)
         v = self._values(q, k, v)
         out = context_attention(
             whole, q, k, v, self.context_groups, starts=cu_seqlens_q, ring=ring, **how
         )
-        return out.flatten(-2)
+        if largest is not None:
+            self.context_groups.max_(largest)
+        return out.flatten(-2), largest
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
         compute = attention_ref if attention is None else attention

@@ -50,6 +50,7 @@ __all__ = [
     "attention_gradients_ref",
     "attention_ref",
     "dropout_mask_ref",
+    "largest_scores",
     "unsupported_reason",
 ]
 
@@ -59,6 +60,8 @@ SEED_AND_PLACES = 5
 head, query and key."""
 QUERIES_DRAWN = 64
 """The place of the first query is a multiple of it: random bits come for so many queries at once."""
+QUERIES_AT_ONCE = 256
+"""The largest scores are looked for in slices of so many queries, of which alone there are scores."""
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -173,7 +176,8 @@ def _one_sequence(
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1).transpose(0, 1) for t in (k, v))
     scores = q.transpose(0, 1) @ k.transpose(1, 2) * scale
-    hidden = _hidden(scores.shape[1], scores.shape[2], left, right, q.device)
+    places = _places(scores.shape[1], scores.shape[2], q.device)
+    hidden = _hidden(places, scores.shape[2], left, right)
     scores = scores.masked_fill(hidden, -torch.inf)
     blind = hidden.all(dim=1, keepdim=True)  # sees no key: softmax would be NaN
     probs = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
@@ -183,11 +187,14 @@ def _one_sequence(
     return (probs @ v).transpose(0, 1), torch.logsumexp(wide, dim=-1)
 
 
-def _hidden(num_queries: int, num_keys: int, left: int, right: int, device: torch.device) -> Tensor:
-    """[queries, keys]: what a query may not see."""
-    distance = torch.arange(num_keys, device=device) - (
-        torch.arange(num_queries, device=device)[:, None] + num_keys - num_queries
-    )
+def _places(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """[queries]: where they are among the keys, the last with the last."""
+    return torch.arange(num_queries, device=device) + num_keys - num_queries
+
+
+def _hidden(places: Tensor, num_keys: int, left: int, right: int) -> Tensor:
+    """[queries, keys]: what the queries at these places may not see."""
+    distance = torch.arange(num_keys, device=places.device) - places[:, None]
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if left != NO_LIMIT:
         hidden |= distance < -left
@@ -527,7 +534,7 @@ def _gradients_of_one_sequence(
     dtype = torch.promote_types(q.dtype, torch.float32)
     q, dout, out = (t.to(dtype).transpose(0, 1) for t in (q, dout, out))
     k, v = (t.to(dtype).repeat_interleave(heads // groups, dim=1).transpose(0, 1) for t in (k, v))
-    hidden = _hidden(q.shape[1], k.shape[1], left, right, q.device)
+    hidden = _hidden(_places(q.shape[1], k.shape[1], q.device), k.shape[1], left, right)
     seen = torch.isfinite(lse).unsqueeze(-1) & ~hidden
     scores = q @ k.transpose(1, 2) * scale - lse.to(dtype).unsqueeze(-1)
     probs = torch.where(seen, scores, -torch.inf).exp()
@@ -542,3 +549,39 @@ def _gradients_of_one_sequence(
         for of_heads, rows in ((dscores, q), (dropped, dout))
     )
     return dq, dk, dv
+
+
+@torch.no_grad()
+def largest_scores(
+    q: Tensor,
+    k: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+) -> Tensor:
+    """The largest scaled score of each head, of those between queries and the keys that they see.
+
+    Scores are in the dtype of q, as in `attention_ref`, and never stored for all queries.
+
+    Args:
+        q: `[Q, B, H, D]`, on any device; none of the sizes is 0.
+        k: `[K, B, G, D]`.
+        The others: as for :func:`attention`.
+
+    Returns:
+        `[H]` fp32; -inf where no query sees a key.
+    """
+    left, right = _limits(causal, window)
+    scale = _scale(q, softmax_scale)
+    (_, batch, heads, _), (num_keys, _, groups, _) = q.shape, k.shape
+    keys = k.permute(1, 2, 3, 0).flatten(0, 1)  # [B G, D, K]
+    places = _places(q.shape[0], num_keys, q.device)
+    largest = q.new_full((heads,), -torch.inf, dtype=torch.float32)
+    for rows, at in zip(q.split(QUERIES_AT_ONCE), places.split(QUERIES_AT_ONCE), strict=True):
+        of_group = rows.permute(1, 2, 0, 3).reshape(batch * groups, -1, q.shape[3])
+        scores = torch.baddbmm(q.new_zeros(1), of_group, keys, beta=0, alpha=scale)
+        scores = scores.view(batch, heads, len(at), num_keys)
+        scores = scores.masked_fill(_hidden(at, num_keys, left, right), -torch.inf)
+        largest = torch.maximum(largest, scores.amax(dim=(0, 2, 3)).float())
+    return largest

@@ -21,6 +21,12 @@ sequence's 2 x CP-th part, is a multiple of 64; else it drops as many others, an
 a window and a mask of documents heeds both; on one rank upstream's local spec heeds the window alone.
 Otherwise results differ from one rank's by rounding alone.
 
+``--softmax-type``: each row's offset is joined by its log-sum-exp, once, whatever travels; queries x keys are
+not stored, as they are on one rank. A learnable offset's gradient is zero for heads that a rank did not
+compute. ``--qk-clip`` and ``--log-max-attention-logit``, which Megatron wants the TE spec for: the largest
+logit of a head is that of all ranks; for it scores are computed once more, a slice of queries at a time.
+With any of these, attention dropout drops other elements than one rank's path, as many.
+
 ``--accel-context-parallel-window W`` makes two rings: one of W neighbours, while the next W ranks' keys are
 on their way. ``--accel-context-parallel-keep keys`` or ``all`` keeps the received keys, or keys and values,
 for the backward, in each layer or after every ``--accel-context-parallel-keep-interval`` others. Where there
@@ -28,7 +34,7 @@ is no ring, a line for each says that it does nothing.
 ``--accel-context-parallel-algo`` and ``--accel-context-parallel-ulysses-degree`` are MindSpeed's way to ask
 for ``--cp-comm-type``; without a command line a layer whose configuration says another one is an error.
 
-**Not with** a mask of its own, an attention bias, a softmax with an offset; nor with
+**Not with** a mask of its own or an attention bias; nor with
 ``--dataloader-inter-document-masking``, whose rows Megatron splits without regard to the documents that it
 describes, or, from 0.18 on, with ``--hybrid-context-parallel`` and rotary embeddings, which it takes from the
 static group. Each is an error that says so; what flags ask for is looked at on command lines alone.
@@ -60,7 +66,7 @@ from accel.parallel.context import (
     switch_on_ring,
 )
 from accel.parallel.context.parts import Part
-from accel.patches._attention import dropout_of, never_served, scale_of
+from accel.patches._attention import dropout_of, scale_of
 from accel.patches._settings import needs_flags, whole_number
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE, te_layers_asked
@@ -161,8 +167,11 @@ def attend_over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 attention_bias,
                 packed_seq_params,
             )
-        if reason := never_served(self, attention_bias):
-            raise ValueError(f"context parallelism: {reason}; accel has that on one rank alone")
+        if attention_bias is not None:
+            raise ValueError(
+                "context parallelism: an attention bias, which a split sequence cannot have: use "
+                "--context-parallel-size 1"
+            )
         kind = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
         if kind == "arbitrary" and (attention_mask is None or packed_seq_params is not None):
             raise ValueError(
@@ -176,7 +185,10 @@ def attend_over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         elif groups is not None and attention_mask is not None:
             how["documents"] = documents_of(attention_mask, groups, causal=how["causal"])
         whole = Attention(
-            scale_of(self), kernel=layer.attention is not None, **dropout_of(self, query.device)
+            scale_of(self),
+            kernel=layer.attention is not None,
+            offset=self.softmax_offset,
+            **dropout_of(self, query.device),
         )
         ring = ring_settings().of_layer(self.layer_number)
         if by_batch and groups is not None:  # of any size

@@ -23,7 +23,8 @@ optimizer of its own are decided. So Megatron itself refuses split attention (2.
 experts (2.14) and the dense MLP as a group of one (2.14), which computes in FP8 only.
 
 Context parallelism, for which stock needs Transformer Engine, is ``context_parallel``'s, which see.
-The softmax with an offset and the largest logit take a path that stores queries x keys, and a line says so.
+The softmax with an offset and the largest logit take a path that stores queries x keys where one rank has
+whole sequences, and a line says so; packed sequences have neither, and flags that ask for both are an error.
 
 Megatron's BERT script takes these layers whatever ``--transformer-impl`` says, unless ``--spec local`` is
 given, and imports their spec before arguments are read: what it imports is filled when the feature is on.
@@ -54,6 +55,7 @@ from accel.feature import Context, Feature
 from accel.layers import stand_in
 from accel.ops._dispatch import warn_once
 from accel.patches._told import told
+from accel.patches.fused_attention import PACKING
 from accel.patching import AUDIENCE, Patch, aliases
 from accel.upstream import SUPPORTED_RANGE, te_installed, te_serves
 
@@ -205,6 +207,8 @@ _QUANTIZED = ("fp8", "fp4")
 _UNQUANTIZED = (
     "FP8 and FP4 need Transformer Engine; accel's layers compute in fp32, bf16 and fp16 so far"
 )
+
+_OF_LOGITS = ("qk_clip", "log_max_attention_logit")
 
 UNGUARDED = (f"{EXTENSION}_spec_provider", f"{_CORE}.models.backends")
 """Those that copied ``None`` from the extension and have no ``HAVE_TE`` of their own."""
@@ -575,12 +579,37 @@ def prepare(context: Context) -> list[str]:
     for name in _QUANTIZED:
         if getattr(args, name, None):
             raise ValueError(f"--{name}-format {getattr(args, name)}: {_UNQUANTIZED}")
+    _refuse_packs(context)
+    of_logits = [_flag_of(name) for name in _OF_LOGITS if getattr(args, name, False)]
+    if of_logits and not (getattr(args, "bf16", False) or getattr(args, "fp16", False)):
+        raise ValueError(
+            f"{' '.join(of_logits)} in fp32: Megatron looks for the layers behind the wrapper of its 16 bit "
+            "models, and fails in the first step: give --bf16 or --fp16"
+        )
     if getattr(args, "reset_attention_mask", False):
         return [
             "--reset-attention-mask does nothing with --transformer-impl transformer_engine: causal "
             "attention takes no mask there, accel's as Transformer Engine's; with local it does"
         ]
     return []
+
+
+def _refuse_packs(context: Context) -> None:
+    packing = [name for name in PACKING if getattr(context.args, name, False)]
+    if getattr(context.args, "hybrid_context_parallel", False):
+        packing += [] if context.megatron.startswith("0.17.") else ["hybrid_context_parallel"]
+    softmax = getattr(context.args, "softmax_type", None) or "vanilla"
+    asked = [] if softmax == "vanilla" else [f"--softmax-type {softmax}"]
+    asked += [_flag_of(name) for name in _OF_LOGITS if getattr(context.args, name, False)]
+    if packing and asked:
+        raise ValueError(
+            f"{' '.join(asked)} with {' '.join(map(_flag_of, packing))}: accel's layers have that for whole "
+            "sequences, not for packed ones: leave one of them out"
+        )
+
+
+def _flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _idle(context: Context) -> str | None:

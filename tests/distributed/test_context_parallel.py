@@ -70,6 +70,28 @@ def on_one_rank(tensors: list[Tensor], dtype: torch.dtype, **mask: Any) -> list[
     return [out, *torch.autograd.grad(out, (q, k, v), tensors[3].to(dtype))]
 
 
+def with_offset(
+    offset: Tensor, tensors: list[Tensor], dtype: torch.dtype, *, causal: bool, **mask: Any
+) -> list[Tensor]:
+    """On one rank, written out: one more key of value 0 in every row, whose score the head has."""
+    q, k, v, offset = (t.to(dtype).requires_grad_() for t in (*tensors[:3], offset))
+    window, starts = mask.get("window"), mask.get("cu_seqlens_q")
+    places = torch.arange(TOKENS)
+    distance = places[:, None] - places
+    hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
+    if window is not None:
+        hidden = hidden | (distance > window[0])
+    if starts is not None:
+        sequence = torch.searchsorted(starts, places, right=True)
+        hidden = hidden | (sequence[:, None] != sequence)
+    keys, values = (t.repeat_interleave(q.shape[-2] // t.shape[-2], -2) for t in (k, v))
+    scores = torch.einsum("q...hd,k...hd->...hqk", q, keys) * WIDTH_QK**-0.5
+    sink = offset[:, None, None].expand(*scores.shape[:-1], 1)
+    probs = torch.cat([scores.masked_fill(hidden, -torch.inf), sink], -1).softmax(-1)[..., :-1]
+    out = torch.einsum("...hqk,k...hd->q...hd", probs, values)
+    return [out, *torch.autograd.grad(out, (q, k, v, offset), tensors[3].to(dtype))]
+
+
 def check(
     comm_type: str,
     dtype: torch.dtype,
@@ -81,6 +103,7 @@ def check(
     documents: Tensor | None = None,
     exchange: Any = None,
     ring: Ring | None = None,
+    offset: Tensor | None = None,
 ) -> None:
     """All of the ranks' `context_attention` against one rank's attention in fp64, and in the same dtype."""
     leading = (TOKENS,) if packed else (TOKENS, BATCH)
@@ -88,6 +111,8 @@ def check(
     starts = torch.tensor(STARTS, dtype=torch.int32) if packed else None
     lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts} if packed else {}
     one_rank = functools.partial(in_documents, documents) if documents is not None else on_one_rank
+    if offset is not None:
+        one_rank = functools.partial(with_offset, offset)
     exact = one_rank(tensors, torch.float64, **mask, **lengths)
     yardstick = one_rank(tensors, dtype, **mask, **lengths)
 
@@ -98,16 +123,23 @@ def check(
     first = None
     if documents is not None:
         first = documents_of(hidden_by(documents)[:, None, own], shared, causal=True)
-    attention = Attention(WIDTH_QK**-0.5)
+    learnt = [] if offset is None else [offset.clone().requires_grad_()]
+    attention = Attention(WIDTH_QK**-0.5, offset=learnt[0] if learnt else None)
     out = context_attention(
         attention, q, k, v, shared, starts=starts, documents=first, ring=ring, **mask
     )
-    grads = torch.autograd.grad(out, (q, k, v), tensors[3][own])
-    for name, got, true, other in zip(
-        ("out", "dq", "dk", "dv"), (out, *grads), exact, yardstick, strict=True
+    grads = torch.autograd.grad(out, (q, k, v, *learnt), tensors[3][own])
+    places: list[Any] = [own] * 4
+    if learnt:  # that of all ranks' results is their sum, as Megatron adds up every weight's
+        dist.all_reduce(grads[3])
+        places.append(slice(None))
+    for name, got, true, other, at in zip(
+        ("out", "dq", "dk", "dv", "doffset"), (out, *grads), exact, yardstick, places, strict=False
     ):
-        allowed = 2 * (other[own].double() - true[own]).norm() + 1e-6 * true.norm()
-        error = (got.double() - true[own]).norm()
+        # terms of the offset's sum cancel: what each is rounded by does not
+        floor = torch.finfo(dtype).eps if name == "doffset" else 1e-6
+        allowed = 2 * (other[at].double() - true[at]).norm() + floor * true.norm()
+        error = (got.double() - true[at]).norm()
         assert error <= allowed, f"{name}: {error:.3e} > {allowed:.3e}"
 
 
@@ -138,6 +170,17 @@ def in_documents(
     return [torch.stack(rows, 1) for rows in zip(*parts, strict=True)]
 
 
+COMM_TYPES = [
+    pytest.param(name, marks=pytest.mark.distributed(world_size=size), id=f"{name}-{size}")
+    for name, size in [
+        ("p2p", 2),
+        ("all_gather", 2),
+        ("a2a", 2),
+        ("p2p", 4),
+        ("a2a", 4),
+        ("a2a+p2p", 4),
+    ]
+]
 CASES = list(product(DTYPES, (1, 2, 4), (False, True)))
 MASKS: list[dict[str, Any]] = [
     {"causal": True},
@@ -147,26 +190,55 @@ MASKS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize(
-    "comm_type",
-    [
-        *(
-            pytest.param(
-                comm_type, marks=pytest.mark.distributed(world_size=2), id=f"{comm_type}-2"
-            )
-            for comm_type in ("p2p", "all_gather", "a2a")
-        ),
-        *(
-            pytest.param(
-                comm_type, marks=pytest.mark.distributed(world_size=4), id=f"{comm_type}-4"
-            )
-            for comm_type in ("p2p", "a2a", "a2a+p2p")
-        ),
-    ],
-)
+@pytest.mark.parametrize("comm_type", COMM_TYPES)
 def test_like_one_rank(comm_type: str, mask: dict[str, Any]) -> None:
     for dtype, kv_heads, packed in CASES:
         check(comm_type, dtype, kv_heads, mask, packed)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("comm_type", COMM_TYPES)
+def test_a_softmax_with_an_offset(comm_type: str, mask: dict[str, Any]) -> None:
+    """It enters each row once, whoever computes which part; a rank has no gradient of others' heads."""
+    offset = torch.linspace(-1, 2, HEADS)
+    for dtype, kv_heads, packed in CASES:
+        check(comm_type, dtype, kv_heads, mask, packed, offset=offset)
+
+
+@pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
+@pytest.mark.parametrize("comm_type", COMM_TYPES)
+def test_layers_with_an_offset_and_the_largest_logit(comm_type: str, softmax_type: str) -> None:
+    """The largest logit of each head is that of all tokens, on every rank."""
+    q, k, v, dout = whole(torch.float32, 2, TOKENS, BATCH)
+    own = mine(None)
+
+    def attend(rows: Any, **shared: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        layer = DotProductAttention(
+            *(HEADS, (WIDTH_QK, WIDTH_V), 2),
+            softmax_type=softmax_type,
+            return_max_logit=True,
+            **shared,
+        )
+        qkv = [t[rows].requires_grad_() for t in (q, k, v)]
+        out, largest = layer(*qkv, None)
+        by_row = out.transpose(0, 1)
+        of_batch, again = layer(*(t.transpose(0, 1) for t in qkv), None, qkv_format="bshd")
+        assert torch.equal(of_batch, by_row)
+        assert torch.equal(again, largest)
+        inputs = [*qkv, *layer.parameters()]
+        return [largest, out, *torch.autograd.grad(out, inputs, dout[rows].flatten(-2))]
+
+    largest, *wanted = attend(slice(None))
+    found_largest, *found = attend(
+        own, cp_group=groups(comm_type), cp_comm_type=comm_type, attn_mask_type="causal"
+    )
+    torch.testing.assert_close(found_largest, largest)
+    if softmax_type == "learnable":
+        dist.all_reduce(found[4])
+        torch.testing.assert_close(found.pop(), wanted.pop(), rtol=1e-4, atol=1e-5)
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, expected[own], rtol=1e-4, atol=1e-5)
 
 
 TWO_RINGS = [
@@ -444,6 +516,30 @@ def test_upstreams_attention_does_not_run_on_its_own_keys_once_the_feature_is_of
         module(x)
 
 
+def of_local_spec(**attributes: Any) -> SimpleNamespace:
+    """What of upstream's `DotProductAttention` is looked at."""
+    return SimpleNamespace(
+        scale_mask_softmax=SimpleNamespace(window_size=None, scale=None),
+        softmax_scale=0.5,
+        softmax_offset=None,
+        attention_dropout=SimpleNamespace(training=False, p=0.0),
+        attn_mask_type=SimpleNamespace(name="causal"),
+        layer_number=1,
+        config=None,
+        **attributes,
+    )
+
+
+@pytest.mark.distributed(world_size=2)
+def test_an_attention_bias_is_for_one_rank() -> None:
+    shared = ContextGroups.of(dist.group.WORLD, "a2a")
+    module = of_local_spec(**{context_parallel._GROUPS: shared})
+    x = torch.randn(8, 1, 2, 4)
+    forward = context_parallel.attend_over_ranks(lambda *args: x)
+    with pytest.raises(ValueError, match=r"an attention bias.*use --context-parallel-size 1"):
+        forward(module, x, x, x, None, attention_bias=torch.zeros(1, 2, 8, 8))
+
+
 @pytest.mark.distributed(world_size=2)
 def test_a_batchs_own_group_takes_a_window_that_divides_it() -> None:
     """With `--hybrid-context-parallel` groups have any size."""
@@ -452,15 +548,7 @@ def test_a_batchs_own_group_takes_a_window_that_divides_it() -> None:
         raise AssertionError("of a rank's own keys alone")
 
     x = torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(3)).repeat(8, 1, 1)
-    module = SimpleNamespace(
-        scale_mask_softmax=SimpleNamespace(window_size=None, scale=None),
-        softmax_scale=0.5,
-        softmax_offset=None,
-        attention_dropout=SimpleNamespace(training=False, p=0.0),
-        attn_mask_type=SimpleNamespace(name="causal"),
-        layer_number=1,
-        config=None,
-    )
+    module = of_local_spec()
     starts = torch.tensor([0, 16], dtype=torch.int32)
     packed = SimpleNamespace(
         qkv_format="thd",

@@ -51,6 +51,9 @@ GATED_DELTA = """
     --linear-key-head-dim 16 --linear-value-head-dim 16 --linear-num-key-heads 2 --linear-num-value-heads 4
 """.split()
 
+CLIP_AT = 0.01
+"""A largest logit that the first weights exceed."""
+
 KINDS = {
     "dense": [],
     "moe": MOE,
@@ -59,6 +62,9 @@ KINDS = {
     "documents": [*LONGER, "--reset-attention-mask", "--reset-position-ids"],
     "dropout": [*LONGER, "--attention-dropout", "0.1"],
     "mla": MLA,
+    "clipped": ["--bf16", "--qk-clip", "--qk-clip-threshold", str(CLIP_AT)],
+    "offset": ["--softmax-type", "learnable"],
+    "off_by_one": ["--softmax-type", "off-by-one"],
     "gated_delta": GATED_DELTA,
     "long": """
         --seq-length 4096 --max-position-embeddings 4096 --num-layers 2 --micro-batch-size 1

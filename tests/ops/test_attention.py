@@ -12,7 +12,13 @@ from torch import Tensor
 
 from accel.ops import attention, attention_ref
 from accel.ops._dispatch import _log_fallback_once
-from accel.ops.attention import attention_gradients, dropout_mask_ref, unsupported_reason
+from accel.ops.attention import (
+    QUERIES_AT_ONCE,
+    attention_gradients,
+    dropout_mask_ref,
+    largest_scores,
+    unsupported_reason,
+)
 from tests.ops.contract import Inputs, OpContract, change_layout, needs_native, run
 
 SEED = torch.tensor(-(2**62) - 12345)
@@ -269,6 +275,21 @@ def test_a_query_that_sees_no_key_gives_zero():
     assert not dq[:3].any()
     assert dk.isfinite().all()
     assert dv.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "mask", [{}, {"causal": True}, {"causal": True, "window": (3, 0)}, {"window": (0, 2)}], ids=str
+)
+@pytest.mark.parametrize("queries", [7, QUERIES_AT_ONCE + 5])
+def test_the_largest_scores_of_each_head_are_of_the_keys_that_queries_see(queries, mask):
+    """Each value is the number of a key, so that the probabilities' places say which were seen."""
+    q, k, _ = qkv(queries, queries + 3, dtype=torch.float64)
+    v = torch.eye(len(k), dtype=torch.float64)[:, None, None].repeat(1, *k.shape[1:3], 1)
+    seen = attention_ref(q, k, v, **mask)[0] > 0
+    heads = q.shape[2] // k.shape[2]
+    scores = torch.einsum("qbhd,kbhd->qbhk", q, k.repeat_interleave(heads, 2)) / q.shape[-1] ** 0.5
+    expected = scores.masked_fill(~seen, -torch.inf).amax((0, 1, 3))
+    torch.testing.assert_close(largest_scores(q, k, **mask), expected.float())
 
 
 @needs_native

@@ -113,7 +113,7 @@ def context_attention(
         for t, heads in ((q, shares.queries), (k, shares.keys), (v, shares.keys))
     )
     k, v = (shares.repeat(t, rank) for t in (k, v))
-    attention = attention.with_first_head(shares.queries[rank].start)
+    attention = attention.of_heads(shares.queries[rank])
     out = _over_keys(attention, q, k, v, groups, causal, window, starts, documents, ring)
     out = out.index_select(0, torch.argsort(sorted_here))
     return scatter_tokens(out, shares.queries, groups.heads)

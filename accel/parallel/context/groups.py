@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import Tensor
 
 __all__ = ["COMM_TYPES", "ContextGroups"]
 
@@ -68,6 +69,12 @@ class ContextGroups:
     def ranks_by_keys(self) -> int:
         """Ranks, or groups of such ranks, that share keys."""
         return 1 if self.keys is None else self.keys.size()
+
+    def max_(self, x: Tensor) -> None:
+        """Raise each element to its largest on any of the ranks."""
+        for group in (self.heads, self.keys):
+            if group is not None:
+                dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
 
 
 def _unless_alone(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

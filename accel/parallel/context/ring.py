@@ -35,7 +35,13 @@ from torch.autograd.function import once_differentiable
 
 from accel.device.streams import one_queue
 from accel.parallel.collectives import Messages, Outbox
-from accel.parallel.context.parts import Attention, Part, place_of_chunk
+from accel.parallel.context.parts import (
+    Attention,
+    Part,
+    join_offset,
+    offset_gradient,
+    place_of_chunk,
+)
 from accel.parallel.context.zigzag import halves
 
 __all__ = [
@@ -187,7 +193,9 @@ def ring_attention(
     ring = ring or Ring()
     ring.check(group.size())
     layout = _Layout(group.size(), group.rank(), q.shape[0], starts)
-    out: Tensor = _RingAttention.apply(q, k, v, attention, layout, group, causal, ring)
+    out: Tensor = _RingAttention.apply(
+        q, k, v, attention.offset, attention, layout, group, causal, ring
+    )
     return out
 
 
@@ -273,6 +281,7 @@ class _RingAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        offset: Tensor | None,
         attention: Attention,
         layout: _Layout,
         group: dist.ProcessGroup,
@@ -300,15 +309,21 @@ class _RingAttention(torch.autograd.Function):
                 attend(block, owner, *parts)
             if found and ring.keep != "none":
                 kept += parts[:1] if ring.keep == "keys" else parts
+        if offset is not None:
+            joined.out, joined.lse = join_offset(joined.out, joined.lse, offset)
         out = joined.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, joined.lse, *kept)
+        ctx.save_for_backward(q, k, v, out, joined.lse, offset, *kept)
         ctx.how = attention, layout, group, causal, ring
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_Backward(ctx, grads[0]).run(), *[None] * 5)
+        of_qkv = _Backward(ctx, grads[0]).run()
+        of_offset = None
+        if ctx.needs_input_grad[3]:
+            of_offset = offset_gradient(grads[0], *ctx.saved_tensors[3:6])
+        return (*of_qkv, of_offset, *[None] * 5)
 
 
 def _seen(rank: int, owner: int, half: Half, causal: bool, attention: Attention) -> list[Block]:
@@ -323,7 +338,7 @@ class _Backward:
     def __init__(self, ctx: Any, dout: Tensor) -> None:
         self._attention, self._layout, group, self._causal, self._ring = ctx.how
         self._outbox = _outbox(group, dout.device)
-        self._q, self._k, self._v, self._out, self._lse, *self._kept = ctx.saved_tensors
+        self._q, self._k, self._v, self._out, self._lse, _, *self._kept = ctx.saved_tensors
         self._dout = dout
         wide = torch.promote_types(dout.dtype, torch.float32)
         self._sums = [
