@@ -51,6 +51,8 @@ def _load_master(weight, remainder, at, mask, HAS_REMAINDER: tl.constexpr):
     if HAS_REMAINDER:
         upper = tl.load(weight + at, mask=mask).to(tl.int32) << 16
         distance = tl.load(remainder + at, mask=mask).to(tl.int32)
+        # No number rounds to a zero that is further from zero: somebody else has set the weight to zero.
+        distance = tl.where((upper & 0x7FFFFFFF) == 0, tl.maximum(distance, 0), distance)
         return (upper + distance).to(tl.float32, bitcast=True)
     else:
         return tl.load(weight + at, mask=mask)

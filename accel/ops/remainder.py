@@ -7,6 +7,9 @@
 Ties       The distance is -2^15 .. 2^15, one more than 16 bits can tell. The last is that of a tie which is
            rounded towards zero, to an even bfloat16: x moves one ulp towards zero first, once. The weight is
            the same, and no other number changes. Of random numbers 1 in 2^17 is such a tie.
+Zero       No number rounds to a zero that is further from zero: a remainder below 0 beside a zero is what is
+           left where somebody else has set the weight to zero. It counts as 0; as it is, the sum would be the
+           bits of a NaN.
 NaN        stays a NaN, with a NaN for its weight; its payload may change. Infinity is a number as any other.
 Memory     4 bytes for a master weight and its model weight, which take 6 apart.
 
@@ -50,7 +53,9 @@ def join_remainder(weight: Tensor, remainder: Tensor) -> Tensor:
             f"join_remainder: remainder must have the shape of weight {list(weight.shape)}, got "
             f"{list(remainder.shape)}"
         )
-    return (_bits(weight.detach()) + remainder).view(torch.float32)
+    weight = weight.detach()
+    distance = torch.where(weight == 0, remainder.clamp(min=0), remainder)
+    return (_bits(weight) + distance).view(torch.float32)
 
 
 def _bits(weight: Tensor) -> Tensor:

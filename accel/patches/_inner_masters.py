@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from accel.memory.host_adam import REPLICATED, HostAdam
 from accel.memory.precision_aware_adam import MASTER, PrecisionAwareAdam
@@ -316,13 +317,14 @@ class Master(NamedTuple):
         return adam.master_of(param)
 
 
-_MASTER_OF = "accel_master"
-"""Attribute of a model's parameter: its `Master`, or None where other ranks have all of it."""
+_MASTERS = WeakTensorKeyDictionary()
+"""A model's parameter -> its `Master`, or None where other ranks have all of it. No attribute: parameters are
+pickled with theirs."""
 
 
 def keep_master_of(weight: Any, master: Master | None) -> None:
     """For `of_masters`."""
-    setattr(weight, _MASTER_OF, master)
+    _MASTERS[weight] = master
 
 
 def of_masters(norm: Callable[..., float]) -> Callable[..., float]:
@@ -348,7 +350,7 @@ def _main_params(params: Sequence[Any]) -> Iterator[None]:
     names = ("main_param", "main_param_sharded")
     without = [p for p in params if p.dtype == torch.bfloat16 and not hasattr(p, names[0])]
     for param in without:
-        master = getattr(param, _MASTER_OF, param)
+        master = _MASTERS.get(param, param)
         if isinstance(master, Master) and master.adam() is None:
             master = param  # of an optimizer that is gone
         param.main_param = param.detach() if master is param else master

@@ -370,7 +370,9 @@ def count_from_0(states: dict[Any, Any], groups: list[dict[str, Any]]) -> None:
                 continue
             if state["exp_avg"].any():
                 raise ValueError(
-                    "the checkpoint's optimizer has moments, but no step count: Adam's bias correction "
-                    "cannot be resumed; load it with --no-load-optim, or save it again"
+                    "the checkpoint's optimizer has moments, but no step count for them, with which Adam's "
+                    "bias correction would be resumed: it was saved without, or its parameters are grouped "
+                    "otherwise, as with another --expert-model-parallel-size; load it in the layout of the "
+                    "run that saved it, or with --no-load-optim"
                 )
             state["step"] = torch.tensor(0.0)

@@ -17,6 +17,11 @@ Checkpoints are stock's in every format, with the fp32 masters, and load with an
 masters that one holds are joined in host memory, one by one; the device has no second copy of them.
 ``--log-params-norm`` is the norm of the masters, as in stock: each is joined for it by itself.
 
+A program that writes into weights between steps changes their masters: what it wrote is what the next step
+starts from, to within the remainder, half a unit in the last place of bf16. In stock the masters stay as they
+were, and the next step undoes such writes unless ``reload_model_params`` was called. So weights that are
+quantised or disturbed for one pass, while masters keep the rest, want ``--no-accel-shared-weights``.
+
 Where Megatron's ``offload_to_cpu`` would take an optimizer's parameters along, the states go alone: the
 parameters are the model's own. Programs that move ``exp_avg`` and ``exp_avg_sq`` themselves (verl, ms-swift)
 leave the remainders on the device, 2 bytes of a parameter: ``optimizer.offload_to_cpu()`` takes them too.

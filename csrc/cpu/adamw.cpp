@@ -72,10 +72,13 @@ ACCEL_INLINE void store_words(T* p, VecU16 words, Tail tail) {
   std::memcpy(static_cast<void*>(p), &words, tail.lanes * sizeof(T));
 }
 
-// The fp32 number that a bfloat16 and its remainder tell.
+// The fp32 number that a bfloat16 and its remainder tell. No number rounds to a zero that is further from
+// zero: a remainder below 0 is that of what the weight was before somebody else set it to zero.
 ACCEL_INLINE Vec join(VecU16 weight, VecU16 remainder) {
+  const VecI32 upper = (VecI32)(widen(weight) << 16);
   const VecI32 distance = (VecI32)(widen(remainder) << 16) >> 16;
-  return bit_cast<Vec>((VecI32)(widen(weight) << 16) + distance);
+  const VecI32 is_stale = ((upper << 1) == 0) & (distance < 0);
+  return bit_cast<Vec>(upper + (distance & ~is_stale));
 }
 
 template <typename Span>

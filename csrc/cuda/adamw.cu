@@ -62,8 +62,12 @@ ACCEL_DEVICE void store_four(T* p, const Four<T>& four, int count) {
   }
 }
 
+// No number rounds to a zero that is further from zero: a remainder below 0 is that of what the weight was
+// before somebody else set it to zero.
 ACCEL_DEVICE float joined(__nv_bfloat16 weight, int16_t remainder) {
-  return bits_as<float>((static_cast<uint32_t>(bits_as<uint16_t>(weight)) << 16) + remainder);
+  const uint32_t upper = static_cast<uint32_t>(bits_as<uint16_t>(weight)) << 16;
+  const bool is_stale = upper << 1 == 0 && remainder < 0;
+  return bits_as<float>(upper + (is_stale ? 0 : remainder));
 }
 
 ACCEL_DEVICE int16_t remainder_of(float master, __nv_bfloat16 weight) {

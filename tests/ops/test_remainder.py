@@ -71,6 +71,36 @@ def test_a_number_that_came_back_stays() -> None:
     assert torch.equal(bits_of(again), bits_of(once))
 
 
+def zeroed() -> tuple[Tensor, Tensor, Tensor]:
+    """Weights of either zero that another program has written over others, what is left beside them, and the
+    masters that they tell."""
+    _, remainder = split_remainder(words(LOWER_HALVES.repeat(2) + (0x3F80 << 16)))
+    zeros = torch.zeros(len(LOWER_HALVES), dtype=torch.bfloat16)
+    weight = torch.cat([zeros, -zeros])
+    distance = remainder.clamp(min=0).to(torch.int64)
+    assert (remainder < 0).sum() == 4
+    return weight, remainder, words((weight.float().view(torch.int32) & 0xFFFFFFFF) + distance)
+
+
+def test_a_weight_that_was_set_to_zero_is_no_nan() -> None:
+    weight, remainder, masters = zeroed()
+    joined = join_remainder(weight, remainder)
+    assert torch.equal(bits_of(joined), bits_of(masters))
+    assert torch.equal(joined.to(torch.bfloat16), weight)
+
+
+@needs_native
+def test_a_step_from_a_weight_that_was_set_to_zero() -> None:
+    weight, remainder, masters = zeroed()
+    grad, m = torch.randn(len(masters)), torch.randn(len(masters))
+    for params, beside in (([weight], {"remainders": [remainder]}), ([masters], {})):
+        steps, moments = [torch.tensor(4.0)], ([m.clone()], [torch.ones_like(m)])
+        adamw(params, [grad], *moments, steps, **beside, **HYPER)
+    results = join_remainder(weight, remainder), join_remainder(*split_remainder(masters))
+    assert torch.equal(*results)
+    assert not results[0].isnan().any()
+
+
 @needs_native
 @settings(max_examples=30, deadline=None)
 @given(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import pickle
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -404,6 +405,31 @@ def test_states_move_from_a_parameter_to_another(distributed: bool) -> None:
         names = [name for name, _ in model.named_parameters()]
         named = dict(zip(names, masters(model, inner), strict=True))
         assert torch.equal(named["module.0.bias"], named["module.1.weight"])
+
+
+@BOTH
+def test_parameters_can_be_pickled(distributed: bool) -> None:
+    """As by programs that save some of them, or send them to another process."""
+    with one_rank(fused_adamw=True, shared_weights=True):
+        model, optimizer, _ = built(distributed)
+        for param in model.parameters():
+            assert torch.equal(pickle.loads(pickle.dumps(param)), param)
+        assert pickle.dumps(optimizer.param_groups)
+
+
+@BOTH
+def test_weights_that_a_program_sets_to_zero_train_on(distributed: bool) -> None:
+    """It tells nobody, as one that prunes."""
+    with one_rank(fused_adamw=True, shared_weights=True):
+        model, optimizer, inner = built(distributed)
+        one_step(model, optimizer, 0)
+        for weight in trained(model):
+            weight.data.mul_(0)
+        assert all(master.isfinite().all() for master in masters(model, inner))
+        one_step(model, optimizer, 1)
+        for weight, master in zip(trained(model), masters(model, inner), strict=True):
+            assert master.isfinite().all()
+            assert torch.equal(weight, master.bfloat16())
 
 
 @BOTH

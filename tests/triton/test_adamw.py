@@ -91,6 +91,9 @@ class TestAsOnTheCpu:
         shapes = [(), (0,), (13, 9), (64,)]
         test(shapes=shapes, grad_dtype=dtype, seed=1, decoupled=decoupled)
 
+    def test_a_step_from_a_weight_that_was_set_to_zero(self):
+        test_remainder.test_a_step_from_a_weight_that_was_set_to_zero()
+
     def test_the_reference_keeps_pairs_as_the_kernel_does(self):
         test_remainder.test_the_reference_keeps_pairs_as_the_kernel_does()
 
