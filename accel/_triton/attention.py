@@ -43,7 +43,9 @@ SHARED_LIMIT = 163 << 10
 DELTA_ROWS = 32
 """Queries of a program that computes delta: 16 KiB of rows in flight."""
 QUERIES_DRAWN = 64
-"""Random bits come for so many queries at once: with dropout, blocks are multiples of it."""
+"""Random bits come for so many queries at once: with dropout, a block has a multiple of it, or `SMALLEST`."""
+SMALLEST = 16
+"""Queries or keys of the least block: what a product takes, and what one word of dropout's four serves."""
 NO_LIMIT = -1
 
 # They change from batch to batch: no variant of a kernel for each value.
@@ -132,22 +134,30 @@ def _keep(
     seed, places, first_query, first_key, head, sequence, threshold, keep_scale,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """What dropout multiplies [BLOCK_Q, BLOCK_K] with: `dropout_mask_ref`. BLOCK_Q is a multiple of 64.
+    """What dropout multiplies [BLOCK_Q, BLOCK_K] with: `dropout_mask_ref`. BLOCK_Q is 16 or a multiple of 64.
 
-    One counter gives the words of 4 queries, 16 apart.
+    One counter gives the words of 4 queries, 16 apart. A block of 16 keeps one of them.
     """
     first_sequence, first_head, query_place, key_place = places
-    r = tl.arange(0, BLOCK_Q // 4)
+    first = query_place + first_query
+    if BLOCK_Q == 16:
+        r = first // 64 * 16 + tl.arange(0, 16)
+    else:
+        r = first // 4 + tl.arange(0, BLOCK_Q // 4)
     c0 = (key_place + first_key + tl.arange(0, BLOCK_K)).to(tl.uint32)[None, :]
-    c1 = ((query_place + first_query) // 4 + r).to(tl.uint32)[:, None]
+    c1 = r.to(tl.uint32)[:, None]
     c0, c1 = tl.broadcast(c0, c1)
     zero = c0 * 0
     c2 = zero + (first_head + head).to(tl.uint32)
     c3 = zero + (first_sequence + sequence).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, c0, c1, c2, c3)
-    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # [16 g + r, key, w % 2, w // 2]
-    words = tl.reshape(words, [BLOCK_Q // 64, 16, BLOCK_K, 2, 2])
-    words = tl.reshape(tl.permute(words, [0, 4, 3, 1, 2]), [BLOCK_Q, BLOCK_K])
+    if BLOCK_Q == 16:
+        w = first // 16 % 4
+        words = tl.where(w < 2, tl.where(w == 0, w0, w1), tl.where(w == 2, w2, w3))
+    else:
+        words = tl.join(tl.join(w0, w1), tl.join(w2, w3))  # [16 g + r, key, w % 2, w // 2]
+        words = tl.reshape(words, [BLOCK_Q // 64, 16, BLOCK_K, 2, 2])
+        words = tl.reshape(tl.permute(words, [0, 4, 3, 1, 2]), [BLOCK_Q, BLOCK_K])
     return tl.where(words >= threshold.to(tl.uint32), keep_scale, 0.0)
 
 
@@ -680,7 +690,7 @@ BACKWARD_QUERIES = {
     192: _Blocks(128, 32, 8, 3),
     256: _Blocks(64, 32, 8, 2),
 }
-# Before Hopper, operands of products pass through registers: 64 x 128 spills. (For 192, so does all else.)
+# Elsewhere, operands of products pass through registers: 64 x 128 spills. (For 192, so does all else.)
 AMPERE_BACKWARD_KEYS = BACKWARD_KEYS | {64: _Blocks(64, 128, 8, 3), 128: _Blocks(64, 64, 8, 3)}
 AMPERE_BACKWARD_QUERIES = BACKWARD_QUERIES | {
     64: _Blocks(128, 64, 8, 3),
@@ -717,10 +727,11 @@ def _strides(t: Tensor) -> tuple[int, int, int]:
     return t.stride(0), 0, t.stride(1)
 
 
-def _is_hopper_or_later(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (9, 0)
-    return assumed_capability.get() >= (9, 0)
+def _multiplies_from_shared(device: torch.device) -> bool:
+    """Hopper's and Blackwell's wgmma and tcgen05. Consumer Blackwell, 12.0, multiplies as Ampere does."""
+    cuda = device.type == "cuda"
+    major, _ = torch.cuda.get_device_capability(device) if cuda else assumed_capability.get()
+    return major in (9, 10)
 
 
 @functools.cache
@@ -732,12 +743,27 @@ def _shared_limit(device: torch.device) -> int:
     return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
 
 
-def _shared_bytes(blocks: _Blocks, bytes_of_rows: int, walks_keys: bool) -> int:
-    """About what a kernel needs: one side of a block is held, of the other so many as there are stages."""
+def _shared_bytes(
+    blocks: _Blocks, width: int, value_width: int, itemsize: int, walks_keys: bool
+) -> int:
+    """At most what a kernel needs: one side of a block is held, of the other so many as there are stages.
+
+    Of two stages or more one less is kept, which leaves room for all else. With one stage, k or q of a half
+    dtype is there in two layouts; for the gradients of k and v perhaps dout is, and p and ds beside it.
+    """
+    first, second = _parts_of(width)
+    values = max(16, next_power_of_2(value_width))
+    columns = first + second + values
     held, walked = blocks.queries, blocks.keys
     if not walks_keys:
         held, walked = walked, held
-    return (held + blocks.num_stages * walked) * bytes_of_rows
+    walked_columns = blocks.num_stages * columns
+    scores = 0
+    if blocks.num_stages == 1 and itemsize == 2:
+        walked_columns = max(columns, 2 * first) if walks_keys else columns + max(first, values)
+    if blocks.num_stages == 1 and not walks_keys:
+        scores = 4 * held * walked
+    return (held * columns + walked * walked_columns) * itemsize + scores
 
 
 class _Problem:
@@ -799,7 +825,11 @@ class _Problem:
     def blocks(
         self, table: dict[int, _Blocks], with_dropout: _Blocks, walks_keys: bool = True
     ) -> _Blocks:
-        """Sizes of blocks for these widths, less of them where shared memory is small."""
+        """Sizes of blocks for these widths, less of them where shared memory is small.
+
+        Raises:
+            ValueError: the smallest block of such rows does not fit.
+        """
         widest = max(64, next_power_of_2(max(self.width, self.value_width)))
         if self.width <= 192 and self.value_width <= 128:
             widest = min(widest, 192)
@@ -808,15 +838,22 @@ class _Problem:
             chosen = FP32._replace(queries=QUERIES_DRAWN) if self.dropout else FP32
         elif self.dropout:
             chosen = with_dropout
-        width = sum(_parts_of(self.width)) + next_power_of_2(self.value_width)
         limit = _shared_limit(self.device)
-        while _shared_bytes(chosen, width * self.dtype.itemsize, walks_keys) > limit:
+        rows = (self.width, self.value_width, self.dtype.itemsize)
+        while _shared_bytes(chosen, *rows, walks_keys) > limit:
             if chosen.num_stages > 1:
                 chosen = chosen._replace(num_stages=chosen.num_stages - 1)
-            elif chosen.keys > 16:
+            elif chosen.keys > SMALLEST and (walks_keys or chosen.keys >= chosen.queries):
                 chosen = chosen._replace(keys=chosen.keys // 2)
+            elif chosen.queries > SMALLEST:
+                fewer = chosen.queries // 2
+                drawn = self.dropout and fewer < QUERIES_DRAWN
+                chosen = chosen._replace(queries=SMALLEST if drawn else fewer)
             else:
-                break
+                raise ValueError(
+                    f"attention: no block of rows of {self.width} and {self.value_width} {self.dtype} fits "
+                    f"{limit} bytes of shared memory: use narrower heads, or `attention_ref`"
+                )
         return chosen
 
     def num_blocks(self, tokens: int, size: int) -> int:
@@ -979,7 +1016,7 @@ def backward(
         E=p.value_width, BLOCK_E=next_power_of_2(p.value_width), ROWS=DELTA_ROWS, num_warps=4,
     )  # fmt: skip
     dk, dv = _gradients_of_k_and_v(p, dout, q, k, v, offset, delta)
-    table = BACKWARD_QUERIES if _is_hopper_or_later(p.device) else AMPERE_BACKWARD_QUERIES
+    table = BACKWARD_QUERIES if _multiplies_from_shared(p.device) else AMPERE_BACKWARD_QUERIES
     blocks = p.blocks(table, DROPOUT_BACKWARD_QUERIES)
     num_blocks = p.num_blocks(p.num_queries, blocks.queries)
     dq = q.new_empty(q.shape)
@@ -997,7 +1034,7 @@ def backward(
 def _gradients_of_k_and_v(
     p: _Problem, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, offset: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    table = BACKWARD_KEYS if _is_hopper_or_later(p.device) else AMPERE_BACKWARD_KEYS
+    table = BACKWARD_KEYS if _multiplies_from_shared(p.device) else AMPERE_BACKWARD_KEYS
     blocks = p.blocks(table, DROPOUT_BACKWARD_KEYS, walks_keys=False)
     num_blocks = p.num_blocks(p.num_keys, blocks.keys)
     # One program sums over all heads of a group, unless that leaves processors without work.

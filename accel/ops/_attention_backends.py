@@ -11,7 +11,8 @@ has no place in the op.
 
 Nothing is imported before it is found and chosen. A package's functions, which are its own business and
 change from release to release, compute a small call first: one that is wrong, or that raises, is told and
-not used. The Triton kernel takes every call.
+not used. The Triton kernel takes every call: wider rows than its blocks hold are refused before, by
+`unsupported_reason` of `accel/ops/attention.py`.
 """
 
 import contextlib

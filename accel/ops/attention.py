@@ -29,7 +29,8 @@ FLOPs       forward 4 B H Q K D, backward 10 B H Q K D; half of each if causal.
 Order       dk and dv are summed in one order: the number of threads changes no bit.
 CUDA        The fastest library that takes the call, or accel's Triton kernel: `_attention_backends`. The
             values of cu_seqlens are not checked there, which would wait for the device, as the reference
-            does. Only under `torch.use_deterministic_algorithms` do all of them sum in one order.
+            does. Rows have at most 1024 bytes. Only under `torch.use_deterministic_algorithms` do all of them
+            sum in one order.
 Limits      `unsupported_reason`. No additive or arbitrary mask, no attention sink. lse has no
             gradient, and a second derivative raises.
 """
@@ -62,6 +63,9 @@ QUERIES_DRAWN = 64
 """The place of the first query is a multiple of it: random bits come for so many queries at once."""
 QUERIES_AT_ONCE = 256
 """The largest scores are looked for in slices of so many queries, of which alone there are scores."""
+WIDEST_ROW = 1024
+"""Bytes of a row of q, k or v on CUDA: blocks of wider ones may not fit the 99 KiB of shared memory that all
+GPUs from sm_80 on have."""
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -212,12 +216,17 @@ def _scale(q: Tensor, softmax_scale: float | None) -> float:
     return 1 / math.sqrt(max(1, q.shape[-1])) if softmax_scale is None else softmax_scale
 
 
-def unsupported_reason(q: Tensor, softmax_scale: float = 1.0) -> str | None:
+def unsupported_reason(q: Tensor, v: Tensor, softmax_scale: float = 1.0) -> str | None:
     """Why `attention` takes the reference for valid inputs; None if it takes the kernel."""
     if q.dtype not in FLOAT_DTYPES:
         return f"dtype {q.dtype} (the kernels take float32, bfloat16 and float16)"
     if not 0 < softmax_scale < math.inf:
         return f"softmax_scale {softmax_scale} (the kernels need it positive)"
+    widths, widest = (q.shape[-1], v.shape[-1]), WIDEST_ROW // q.element_size()
+    if q.device.type == "cuda" and max(widths) > widest:
+        return (
+            f"rows of {widths[0]} and {widths[1]} {q.dtype} (the CUDA kernels take up to {widest})"
+        )
     return missing_kernel("accel::attention_fwd", q.device.type)
 
 
@@ -313,7 +322,7 @@ def attention(
     """
     _check(q, k, v, window, cu_seqlens_q, cu_seqlens_k, dropout, seed)
     scale = _scale(q, softmax_scale)
-    if reason := unsupported_reason(q, scale):
+    if reason := unsupported_reason(q, v, scale):
         log_fallback("attention", reason)
         return attention_ref(
             q,
@@ -450,7 +459,7 @@ def attention_gradients(
     _check_results(dout, q, v, out, lse)
     scale = _scale(q, softmax_scale)
     left, right = _limits(causal, window)
-    if unsupported_reason(q, scale):
+    if unsupported_reason(q, v, scale):
         return attention_gradients_ref(
             dout,
             q,

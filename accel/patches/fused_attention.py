@@ -81,7 +81,7 @@ def forward_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             self, query, key, attention_mask, attn_mask_type, packed_seq_params
         )
         scale = scale_of(self)
-        reason = reason or _unserved(self, query, scale, attention_bias)
+        reason = reason or _unserved(self, query, value, scale, attention_bias)
         if reason is not None:
             log_fallback("attention", reason)
             return original(
@@ -104,13 +104,13 @@ def forward_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _unserved(
-    module: Any, query: Tensor, scale: float, attention_bias: Tensor | None
+    module: Any, query: Tensor, value: Tensor, scale: float, attention_bias: Tensor | None
 ) -> str | None:
     if reason := never_served(module, attention_bias):
         return reason
     if module.attention_dropout.training and module.attention_dropout.p >= 1:
         return "attention dropout of everything"
-    return unsupported_reason(query, scale)
+    return unsupported_reason(query, value, scale)
 
 
 def _options(

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel.ops import attention, attention_ref
 from accel.ops._dispatch import _log_fallback_once
@@ -470,10 +471,29 @@ def test_kernel_checks_the_window_again(window):
         torch.ops.accel.attention_fwd(*qkv(6, 8), None, None, None, 1.0, *window, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "widest"),
+    [(torch.float32, 256), (torch.bfloat16, 512), (torch.float16, 512)],
+    ids=str,
+)
+def test_rows_that_fit_no_block_of_a_gpu_are_refused(dtype, widest):
+    def reason(device, *widths):
+        return unsupported_reason(
+            *(torch.empty(1, 1, 1, w, dtype=dtype, device=device) for w in widths)
+        )
+
+    said = f"rows of 64 and {widest + 1} {dtype} (the CUDA kernels take up to {widest})"
+    with FakeTensorMode():
+        assert reason("cuda", 64, widest + 1) == said
+        assert "rows of" in reason("cuda", widest + 1, 64)
+        assert "rows of" not in (reason("cuda", widest, widest) or "")
+        assert "rows of" not in (reason("cpu", widest + 1, widest + 1) or "")
+
+
 def test_falls_back_and_says_so_once(caplog):
     q, k, v = (t.double() for t in qkv(5, 5))
-    assert "float64" in unsupported_reason(q)
-    assert "softmax_scale -1.0" in unsupported_reason(q.float(), -1.0)
+    assert "float64" in unsupported_reason(q, v)
+    assert "softmax_scale -1.0" in unsupported_reason(q.float(), v.float(), -1.0)
     _log_fallback_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="accel"):
         for _ in range(2):

@@ -1,5 +1,6 @@
 """Attention's Triton kernels: the contract; blocks, widths, packs, dropout and layouts beside it."""
 
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import triton.language as tl
 
 from accel._triton import attention as kernels
 from accel.ops import _attention_backends, attention, attention_ref
-from accel.ops.attention import attention_gradients, attention_gradients_ref
+from accel.ops.attention import WIDEST_ROW, attention_gradients, attention_gradients_ref
 from tests.ops import test_attention
 from tests.ops.contract import Inputs, assert_matches, change_layout, run
 from tests.ops.test_attention import SEED, finite, qkv, starts
@@ -342,21 +343,74 @@ def test_fp32_matches_fp64_without_a_mask_of_tensors():
     assert_matches(CASE.op, CASE.ref, Inputs(qkv(20, 20, 1, 1, 1)), roundings=CASE.roundings)
 
 
+@pytest.mark.parametrize(
+    ("widths", "dtype"), [((192, 128), torch.float32), ((256, 256), torch.bfloat16)], ids=str
+)
+def test_dropout_by_blocks_of_16_queries(widths, dtype, monkeypatch):
+    """Of which each draws the bits of 64: those of a GPU of 99 KiB."""
+    monkeypatch.setattr(kernels, "_shared_limit", lambda device: RTX)
+    blocks, chosen = kernels._Problem.blocks, []
+
+    def keep(*args, **options):
+        chosen.append(blocks(*args, **options))
+        return chosen[-1]
+
+    monkeypatch.setattr(kernels._Problem, "blocks", keep)
+    options = {"dropout": 0.4, "seed": torch.tensor([5, 1, 2, 64, 9]), "causal": True}
+    CASE.check(Inputs(qkv(87, 90, 1, 1, 1, *widths, dtype=dtype), options))
+    assert 16 in {b.queries for b in chosen}
+
+
+RTX, A100, H100 = 99 << 10, 163 << 10, 227 << 10
+TABLES = (
+    (kernels.FORWARD, kernels.DROPOUT_FORWARD, True),
+    (kernels.BACKWARD_KEYS, kernels.DROPOUT_BACKWARD_KEYS, False),
+    (kernels.BACKWARD_QUERIES, kernels.DROPOUT_BACKWARD_QUERIES, True),
+)
+
+
+def problem_of(width, value_width, dtype, dropout=0.0):
+    tensors = qkv(4, 4, 1, 1, 1, width, value_width, dtype=dtype)
+    return kernels._Problem(*tensors, None, None, SEED, 1.0, -1, -1, dropout)
+
+
 @pytest.mark.parametrize("width", [64, 128, 192, 256])
-@pytest.mark.parametrize("limit", [227 << 10, 163 << 10, 99 << 10], ids=["H100", "A100", "RTX"])
+@pytest.mark.parametrize("limit", [H100, A100, RTX], ids=["H100", "A100", "RTX"])
 def test_blocks_fit_shared_memory(width, limit, monkeypatch):
     monkeypatch.setattr(kernels, "_shared_limit", lambda device: limit)
-    tensors = qkv(
-        4, 4, 1, 1, 1, width, min(width, 128) if width < 256 else 256, dtype=torch.bfloat16
-    )
-    problem = kernels._Problem(*tensors, None, None, None, 1.0, -1, 0, 0.0)
-    bytes_of_rows = 2 * sum(t.shape[-1] for t in tensors[1:])
-    for table, walks_keys in (
-        (kernels.FORWARD, True),
-        (kernels.BACKWARD_KEYS, False),
-        (kernels.BACKWARD_QUERIES, True),
-    ):
-        blocks = problem.blocks(table, kernels.FP32, walks_keys)
-        assert kernels._shared_bytes(blocks, bytes_of_rows, walks_keys) <= limit
-        if limit == 227 << 10:
+    widths = (width, min(width, 128) if width < 256 else 256)
+    problem = problem_of(*widths, torch.bfloat16)
+    for table, with_dropout, walks_keys in TABLES:
+        blocks = problem.blocks(table, with_dropout, walks_keys)
+        assert kernels._shared_bytes(blocks, *widths, 2, walks_keys) <= limit
+        if limit == H100:
             assert blocks == table[width]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_row_that_is_not_refused_has_a_block_on_every_gpu(dtype, dropout, monkeypatch):
+    monkeypatch.setattr(kernels, "_shared_limit", lambda device: RTX)
+    widest = WIDEST_ROW // dtype.itemsize
+    every = [*range(8, 257, 24), 192, 256, widest]
+    for widths in itertools.product(every, every):
+        problem = problem_of(*widths, dtype, dropout)
+        for table, with_dropout, walks_keys in TABLES:
+            blocks = problem.blocks(table, with_dropout, walks_keys)
+            assert kernels._shared_bytes(blocks, *widths, dtype.itemsize, walks_keys) <= RTX
+            assert not dropout or blocks.queries == 16 or blocks.queries % 64 == 0
+    with pytest.raises(ValueError, match=f"rows of 2048 and 2048 {dtype} fits {RTX} bytes"):
+        problem_of(2048, 2048, dtype, dropout).blocks(table, with_dropout)
+
+
+@pytest.mark.parametrize(
+    ("capability", "hoppers"),
+    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)],
+    ids=str,
+)
+def test_consumer_blackwell_gets_the_blocks_of_ampere(capability, hoppers):
+    token = kernels.assumed_capability.set(capability)
+    try:
+        assert kernels._multiplies_from_shared(torch.device("meta")) == hoppers
+    finally:
+        kernels.assumed_capability.reset(token)

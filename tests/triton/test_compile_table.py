@@ -291,3 +291,17 @@ def test_a_table_of_nothing_is_an_error(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         compile_table.main(["--only", "rms", "--triton-only"])
     assert "no kernels to compile in rms" in capsys.readouterr().err
+
+
+def test_attention_fits_the_shared_memory_of_every_gpu():
+    """Of those too that are not compiled for: it would not launch, in the first backward pass."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.triton.shared_memory"]
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    wanted = json.loads(result.stdout)
+    assert {name.split()[0] for name in wanted} >= {"sm_80", "sm_86", "sm_89", "sm_120"}
+    limit = {name: compile_table.SHARED_LIMIT[name.split()[0]] for name in wanted}
+    assert {name: n for name, n in wanted.items() if n > limit[name]} == {}
