@@ -32,6 +32,8 @@ def reason() -> str | None:
         torch.ops.load_library(libraries[0])
     except OSError as error:
         return f"{libraries[0].name} does not load: {error}; {HOW_TO_BUILD}"
+    if not hasattr(torch.ops.accel, "_native_torch_version"):
+        return f"{libraries[0].name} has none of accel's kernels; {HOW_TO_BUILD}"
     if unfit := mismatch(libraries[0].name, torch.ops.accel._native_torch_version()):
         return f"{unfit}; {HOW_TO_BUILD}"
     return None

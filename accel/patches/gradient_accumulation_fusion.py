@@ -12,6 +12,9 @@ that of the words that are looked up ahead is lost, with Apex too. Here it is ad
 has without pipeline stages; that costs one addition of such a gradient for each micro-batch and, without
 ``fused_weight_gradient``, zeros of the weight's size for each product of the output layer.
 
+Megatron-FSDP asserts Transformer Engine 2.10 for the fusion: without that, ``--use-megatron-fsdp`` turns it
+off, and a line says so.
+
 Where Apex's extension is installed Megatron's layers keep its two functions, and all else is as above.
 """
 
@@ -28,7 +31,7 @@ from accel.feature import Context, Feature
 from accel.parallel import linear
 from accel.patches._told import told
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, te_installed
 
 AVAILABLE = True
 _EXTENSION = "fused_weight_gradient_mlp_cuda"
@@ -84,6 +87,19 @@ def keeping_lookups(upstream: Callable[[Any], None]) -> Callable[[Any], None]:
     return set_up
 
 
+def without_megatron_fsdp(context: Context) -> list[str]:
+    """Changes Megatron's default where Megatron would stop; a line says so."""
+    args = context.args
+    asked = getattr(args, "use_megatron_fsdp", False)
+    if te_installed() or not (asked and getattr(args, "gradient_accumulation_fusion", False)):
+        return []
+    args.gradient_accumulation_fusion = False
+    return [
+        "--use-megatron-fsdp: --no-gradient-accumulation-fusion is used, since Megatron-FSDP has the fusion "
+        "with Transformer Engine 2.10 or newer alone"
+    ]
+
+
 def _apex_serves(context: Context) -> str | None:
     found = importlib.util.find_spec(_EXTENSION) is not None
     return f"with Apex's {_EXTENSION}" if found else None
@@ -96,6 +112,7 @@ FEATURE = Feature(
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
     aside=_apex_serves,
+    prepare=without_megatron_fsdp,
     patches=(
         Patch(
             target=f"{_LAYERS}:{_EXTENSION}",

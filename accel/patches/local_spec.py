@@ -11,16 +11,22 @@ from __future__ import annotations
 import importlib.util
 
 from accel.feature import Context, Feature
+from accel.patches.te_layers import refuse_quantized
 from accel.upstream import SUPPORTED_RANGE, te_installed, te_serves
 
 
 def without_te(context: Context) -> list[str]:
-    """Change what only Transformer Engine or Apex could serve; one line for each change."""
+    """Change what only Transformer Engine or Apex could serve; one line for each change.
+
+    Raises:
+        ValueError: FP8 or FP4 is asked for, which the local spec would leave out without a word.
+    """
     if te_installed():
         return []
     args, notes = context.args, []
     te_asked = getattr(args, "transformer_impl", None) == "transformer_engine"
     if te_asked and getattr(args, "accel_te_layers", None) is False:
+        refuse_quantized(args)
         args.transformer_impl = "local"
         notes.append(
             "transformer_engine is not installed, nor are accel's layers wanted in its place: "

@@ -93,10 +93,9 @@ def _prepare(context: Context) -> Sequence[str]:
         "num_virtual_stages_per_pipeline_rank",
         "pipeline_model_parallel_layout",
     )
-    if name is None or not is_v(name):
+    if name is None or not is_v(name) or getattr(args, "pipeline_model_parallel_size", None) == 1:
         return []
-    if args.pipeline_model_parallel_size > 1:
-        setattr(args, _v_placement.IN_A_V, True)
+    setattr(args, _v_placement.IN_A_V, True)
     if any(getattr(args, c, None) for c in chunks):
         return []
     needs_flags(

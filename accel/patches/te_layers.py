@@ -567,6 +567,13 @@ def _replace_copies(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]
         setattr(module, name, spec)
 
 
+def refuse_quantized(args: Any) -> None:
+    """Raises ValueError where Megatron's arguments ask for FP8 or FP4."""
+    for name in _QUANTIZED:
+        if getattr(args, name, None):
+            raise ValueError(f"--{name}-format {getattr(args, name)}: {_UNQUANTIZED}")
+
+
 def prepare(context: Context) -> list[str]:
     """Changes nothing; a line for what these layers do not look at.
 

@@ -17,7 +17,9 @@ from .test_resume import check_resumption, numbers
 from .training import MODEL, SCRIPT
 
 pytestmark = pytest.mark.skipif(under_torchrun(), reason="launches its own ranks")
-TORCHS = "--use-torch-fsdp2 --ckpt-format torch_dist"
+NOT_FUSED = "--no-gradient-accumulation-fusion"
+"""Not with torch's, which Megatron refuses to have it with; Megatron's own is without it by itself."""
+TORCHS = f"--use-torch-fsdp2 --ckpt-format torch_dist {NOT_FUSED}"
 SHARDED = (
     TORCHS,
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
@@ -26,9 +28,8 @@ SHARDED = (
 
 
 def test_sharded_parameters_train_like_whole_ones() -> None:
-    whole = [str(SCRIPT), *MODEL, "--no-gradient-accumulation-fusion", "--train-iters", "5"]
-    whole += ["--clip-grad", "0.0"]
-    expected = [loss for loss, _ in numbers(launch(2, whole))]
+    whole = [str(SCRIPT), *MODEL, "--train-iters", "5", "--clip-grad", "0.0"]
+    expected = [loss for loss, _ in numbers(launch(2, [*whole, NOT_FUSED]))]
     assert len(expected) == 5
     for flags in SHARDED:  # Megatron's own computes no norm where nothing is clipped
         found = [loss for loss, _ in numbers(launch(2, [*whole, *flags.split()]))]
@@ -36,8 +37,8 @@ def test_sharded_parameters_train_like_whole_ones() -> None:
 
 
 def test_sharded_gradients_are_clipped_like_whole_ones() -> None:
-    whole = [str(SCRIPT), *MODEL, "--no-gradient-accumulation-fusion", "--train-iters", "5"]
-    expected = numbers(launch(2, whole))
+    whole = [str(SCRIPT), *MODEL, "--train-iters", "5"]
+    expected = numbers(launch(2, [*whole, NOT_FUSED]))
     assert len(expected) == 5
     for flags in SHARDED:
         found = numbers(launch(2, [*whole, *flags.split()]))
@@ -48,8 +49,7 @@ def test_sharded_gradients_are_clipped_like_whole_ones() -> None:
 
 @pytest.mark.parametrize("precision", cases(["fp32", "bf16"], "bf16"))
 def test_a_resumed_run_is_the_uninterrupted_one(precision: str, tmp_path: Path) -> None:
-    flags = [*TORCHS.split(), "--no-gradient-accumulation-fusion"]
-    check_resumption(2, [*flags, *["--bf16"] * (precision == "bf16")], tmp_path)
+    check_resumption(2, [*TORCHS.split(), *["--bf16"] * (precision == "bf16")], tmp_path)
 
 
 @pytest.mark.parametrize("sharded", cases(["first", "then"], "first"))
@@ -60,7 +60,7 @@ def test_checkpoints_load_with_whole_parameters_and_theirs_with_sharded_ones(
     flags = [
         "--ckpt-format",
         "torch_dist",
-        "--no-gradient-accumulation-fusion",
+        NOT_FUSED,
         "--clip-grad",
         "0.0",
     ]

@@ -11,6 +11,7 @@ import pytest
 
 from accel.feature import Context
 from accel.patches import command_line, context_parallel, moe_tp_extend_ep, schedule, te_layers
+from accel.patches.gradient_accumulation_fusion import without_megatron_fsdp
 from accel.patches.local_spec import without_te
 from accel.patches.memory_history import without_history
 from accel.patches.optimizer_cpu_offload import offload_nothing
@@ -247,3 +248,24 @@ def test_cpu_initialization_does_not_depend_on_draws_of_the_device() -> None:
         assert torch.equal(*drawn)
     finally:
         accel.disable()
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp4"])
+def test_quantized_layers_do_not_become_others_without_a_word(name: str) -> None:
+    asked = context(
+        transformer_impl="transformer_engine", accel_te_layers=False, **{name: "hybrid"}
+    )
+    with pytest.raises(ValueError, match=rf"--{name}-format hybrid: FP8 and FP4 need"):
+        without_te(asked)
+    assert asked.args.transformer_impl == "transformer_engine"
+
+
+def test_megatron_fsdp_is_without_the_fusion_and_says_so() -> None:
+    asked = context(use_megatron_fsdp=True, gradient_accumulation_fusion=True)
+    (note,) = without_megatron_fsdp(asked)
+    assert note.startswith("--use-megatron-fsdp: --no-gradient-accumulation-fusion is used")
+    assert asked.args.gradient_accumulation_fusion is False
+    assert without_megatron_fsdp(asked) == []
+    plain = context(use_megatron_fsdp=False, gradient_accumulation_fusion=True)
+    assert without_megatron_fsdp(plain) == []
+    assert without_megatron_fsdp(context()) == [], "a nested yaml namespace has no such attributes"

@@ -205,6 +205,19 @@ def test_checkpoints_keep_that_chunks_lie_in_a_v(name: str, ranks: int, found: b
     assert getattr(asked.args, IN_A_V, False) is found
 
 
+def test_without_a_pipeline_nothing_is_set_and_a_v_is_refused() -> None:
+    asked = context(
+        accel_schedule="dualpipev",
+        pipeline_model_parallel_size=1,
+        pipeline_model_parallel_layout=None,
+        num_layers_per_virtual_pipeline_stage=None,
+    )
+    asked.args.num_virtual_stages_per_pipeline_rank = None
+    assert schedule.FEATURE.prepare(asked) == []
+    assert asked.args.num_virtual_stages_per_pipeline_rank is None
+    assert "at least two pipeline ranks, got --pipeline" in (schedule.FEATURE.refuses(asked) or "")
+
+
 def test_one_rank_has_no_pipeline() -> None:
     assert schedule.FEATURE.idle(context(pipeline_model_parallel_size=1)) is not None
     assert schedule.FEATURE.idle(context()) is None
