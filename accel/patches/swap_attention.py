@@ -14,8 +14,8 @@ but the last, whose backward pass comes first. What was chosen is told in one li
 Gradients are those of stock, bit for bit, with pipelines, virtual stages, any order of micro-batches, and
 recomputation: what is recomputed is not swapped. Parameters, tensors under 1 MiB and small parts of larger
 ones stay. On an H200 (Llama 3 8B, 4 layers, vocabulary 32,000, 65,536 tokens a step) a step took 1.005 times
-that of preset fast, with the same losses, digit for digit, and the same peak of memory: over a bus of 9 GB/s
-hardly a copy hides.
+that of preset fast, with the same losses, digit for digit, and the same peak of memory: little hid behind
+that machine's bus.
 On the CPU device runtime the host is the device, so nothing hides: ``all`` does there what it does elsewhere,
 and what is swapped does not count as the device's.
 """

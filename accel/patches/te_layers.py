@@ -583,9 +583,7 @@ def prepare(context: Context) -> list[str]:
     args = context.args
     if te_installed() or getattr(args, "transformer_impl", None) != "transformer_engine":
         return []
-    for name in _QUANTIZED:
-        if getattr(args, name, None):
-            raise ValueError(f"--{name}-format {getattr(args, name)}: {_UNQUANTIZED}")
+    refuse_quantized(args)
     _refuse_packs(context)
     of_logits = [_flag_of(name) for name in _OF_LOGITS if getattr(args, name, False)]
     if of_logits and not (getattr(args, "bf16", False) or getattr(args, "fp16", False)):
