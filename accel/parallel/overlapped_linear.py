@@ -97,9 +97,7 @@ def pieces_of(rows: int, kind: Kind, plan: Plan, *, even: bool = False) -> list[
         return []
     chunks = min(rows, plan.chunks)
     shares = [1] * chunks
-    if even:
-        pass
-    elif kind == "gather":
+    if kind == "gather" and not even:
         shares = [*[4] * (chunks - 2), 2, 1][-chunks:]
     elif kind == "reduce_scatter" and plan.form == "ring":
         shares = [1, 2, *[4] * (chunks - 2)][:chunks]

@@ -42,7 +42,7 @@ def megatron(preset: str, spec: str) -> Iterator[None]:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    accel.enable(preset=preset, te_layers=spec == "transformer_engine")
+    accel.enable(preset=preset, te_layers=spec != "local")
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     try:
@@ -73,15 +73,9 @@ def built(spec: str, **options: Any) -> Any:
         gradient_accumulation_fusion=False,
         **options,
     )
-    te = spec == "transformer_engine"
-    make = (
-        gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
-        if te
-        else gpt_layer_specs.get_gpt_layer_local_spec
-    )
     model = GPTModel(
         config,
-        make(),
+        getattr(gpt_layer_specs, f"get_gpt_layer_{spec}_spec")(),
         WORDS,
         LENGTH,
         position_embedding_type="rope",
@@ -131,7 +125,7 @@ def by_the_engine(model: Any) -> list[SimpleNamespace]:
 
 
 def check(*cases: dict[str, Any]) -> None:
-    for spec in ("local", "transformer_engine"):
+    for spec in ("local", "with_transformer_engine"):
         for options in cases or ({},):
             expected = None
             for preset in ("off", "fast"):
