@@ -22,6 +22,7 @@ from torch import Tensor
 from accel.layers.base import ExtraState, draw_normal, refuse_options
 from accel.ops import attention_ref
 from accel.ops._dispatch import log_fallback
+from accel.ops.attention import largest_scores
 from accel.ops.findings import Findings
 from accel.parallel.context import Attention, ContextGroups, context_attention, ring_settings
 
@@ -168,10 +169,9 @@ class DotProductAttention(ExtraState):
             parallelism.
         cp_group, cp_comm_type: the ranks that share the sequences: `set_context_parallel_group`.
         softmax_type: `vanilla`; `off-by-one`, one more key with score 0 and value 0 in every row;
-            `learnable`, the same with a score for each head, the parameter `softmax_offset`. The latter two
-            take the plain path on one rank, and not of a pack.
+            `learnable`, the same with a score for each head, the parameter `softmax_offset`.
         return_max_logit: return the largest scaled score of each head beside the result, of all ranks that
-            share the sequences; plain path on one rank, and not of a pack.
+            share the sequences; scores are computed once more for it. Not of a pack.
         options: what else Transformer Engine takes: refused if set.
 
     State dict: `_extra_state` (empty), and `softmax_offset [H]` if it is learnable.
@@ -251,11 +251,11 @@ class DotProductAttention(ExtraState):
             with _fork(self._parameter_tracker):
                 draw_normal(self.softmax_offset)
 
-    def _only_plain(self) -> str | None:
-        """Why no call can take the fast path."""
-        if self.softmax_type != "vanilla":
-            return f"softmax_type={self.softmax_type!r}"
-        return "the largest logit is asked for" if self.return_max_logit else None
+    def _offset(self, q: Tensor) -> Tensor | None:
+        """`[H]`, the score of the key of value 0; None: there is none."""
+        return (
+            q.new_zeros(q.shape[-2]) if self.softmax_type == "off-by-one" else self.softmax_offset
+        )
 
     def set_context_parallel_group(
         self,
@@ -340,9 +340,9 @@ class DotProductAttention(ExtraState):
             starts = packed_starts(
                 (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded), causal
             )
-            if reason := self._only_plain():
+            if self.return_max_logit:
                 raise NotImplementedError(
-                    f"packed sequences: {reason}; accel has that for sbhd and bshd"
+                    "packed sequences: the largest logit is asked for; accel has that for sbhd and bshd"
                 )
             lengths_differ = query_layer.shape[0] != key_layer.shape[0]
             if causal and "bottom_right" not in kind and lengths_differ:
@@ -353,7 +353,7 @@ class DotProductAttention(ExtraState):
             mask: dict[str, Any] = {"causal": causal, "window": window}
             if self.context_groups is not None:
                 return self._split(query_layer, key_layer, value_layer, mask, **starts)[0]
-            return self._fused(query_layer, key_layer, value_layer, {**mask, **starts})
+            return self._fused(query_layer, key_layer, value_layer, {**mask, **starts})[0]
         qkv = [query_layer, key_layer, value_layer]
         if layout == "bshd":
             qkv = [t.transpose(0, 1) for t in qkv]
@@ -376,9 +376,9 @@ class DotProductAttention(ExtraState):
             out, max_logit = self._split(q, k, v, {"causal": "causal" in kind, "window": window})
             return self._returned(out, max_logit, layout)
         served, reason = _as_options(kind, window, attention_mask, q.shape[0], k.shape[0])
-        reason = "an attention bias" if bias is not None else self._only_plain() or reason
+        reason = "an attention bias" if bias is not None else reason
         if attention is not None and reason is None:
-            out, max_logit = self._fused(q, k, v, served), None
+            out, max_logit = self._fused(q, k, v, served)
         else:
             if attention is not None and reason is not None:
                 log_fallback("attention", reason)
@@ -412,15 +412,13 @@ class DotProductAttention(ExtraState):
                 "attends to itself"
             )
         assert self.context_groups is not None
-        heads = q.shape[-2]
-        offset = q.new_zeros(heads) if self.softmax_type == "off-by-one" else self.softmax_offset
         largest = None
         if self.return_max_logit:
-            largest = q.new_full((heads,), -torch.inf, dtype=torch.float32)
+            largest = q.new_full(q.shape[-2:-1], -torch.inf, dtype=torch.float32)
         whole = Attention(
             self.softmax_scale,
             kernel=attention is not None,
-            offset=offset,
+            offset=self._offset(q),
             largest=largest,
             **self._dropout(q.device),
         )
@@ -433,13 +431,16 @@ class DotProductAttention(ExtraState):
             self.context_groups.max_(largest)
         return out.flatten(-2), largest
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
+    def _fused(
+        self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The result, and the largest score of each head if it is to be returned."""
         compute = attention_ref if attention is None else attention
+        how = {**how, "softmax_scale": self.softmax_scale}
+        max_logit = largest_scores(q, k, **how) if self.return_max_logit else None
         v = self._values(q, k, v)
-        out, _ = compute(
-            q, k, v, softmax_scale=self.softmax_scale, **how, **self._dropout(q.device)
-        )
-        return out.flatten(-2)
+        out, _ = compute(q, k, v, offset=self._offset(q), **how, **self._dropout(q.device))
+        return out.flatten(-2), max_logit
 
     def _values(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         config = getattr(self, "config", None)  # Megatron's class above this one has it
@@ -455,7 +456,7 @@ class DotProductAttention(ExtraState):
         self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """The result, and the largest score of each head if it is to be returned."""
-        group = q.shape[2] // k.shape[2]
+        group, offset = q.shape[2] // k.shape[2], self._offset(q)
         k, v = (t.repeat_interleave(group, dim=2) if group > 1 else t for t in (k, v))
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [B, H, S, D]
         # scaled before it is rounded: fp16 ends at 65504
@@ -474,10 +475,8 @@ class DotProductAttention(ExtraState):
         max_logit = None
         if self.return_max_logit:
             max_logit = scores.detach().float().amax(dim=(0, 2, 3))
-        if self.softmax_type != "vanilla":  # a key of value 0
-            offset = self.softmax_offset
-            sink = scores.new_zeros(1) if offset is None else offset.to(scores)
-            sink = sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        if offset is not None:
+            sink = offset.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sink], dim=-1)
         probs = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
         probs = probs[..., : k.shape[2]]

@@ -21,6 +21,9 @@ Mask        Query i sees key j if -left <= j - (i + K - Q) <= right: the last qu
             sees no key has out = 0, lse = -inf and passes on no gradient.
 Dtypes      q, k, v, out and gradients: one of float32, bfloat16, float16. Scores, softmax and sums
             are fp32; p and ds are rounded to bf16 to be multiplied where the inputs are bf16.
+Offset      One more key of value 0 in every row, with a score for each head (an attention sink): the result
+            of the other keys takes it in afterwards, whatever computed it (`join_offset`), so that the
+            backward above holds as it stands. doffset = - sum over queries of e^(offset - lse) delta.
 Dropout     z depends on seed, sequence (in the batch or pack), head, query and key alone:
             `dropout_mask_ref`. Backward draws it again. For a part of a larger attention the seed has the
             places of its first sequence, head, query and key beside it: the part drops what the whole would.
@@ -31,8 +34,8 @@ CUDA        The fastest library that takes the call, or accel's Triton kernel: `
             values of cu_seqlens are not checked there, which would wait for the device, as the reference
             does. Rows have at most 1024 bytes. Only under `torch.use_deterministic_algorithms` do all of them
             sum in one order.
-Limits      `unsupported_reason`. No additive or arbitrary mask, no attention sink. lse has no
-            gradient, and a second derivative raises.
+Limits      `unsupported_reason`. No additive or arbitrary mask. lse has no gradient, and a second derivative
+            raises.
 """
 
 import math
@@ -40,6 +43,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from accel.ops._dispatch import log_fallback, missing_kernel
 from accel.ops._placement import check_at_hand
@@ -51,7 +55,9 @@ __all__ = [
     "attention_gradients_ref",
     "attention_ref",
     "dropout_mask_ref",
+    "join_offset",
     "largest_scores",
+    "offset_gradient",
     "unsupported_reason",
 ]
 
@@ -121,6 +127,7 @@ def attention_ref(
     cu_seqlens_k: Tensor | None = None,
     dropout: float = 0.0,
     seed: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The definition of correct, with tensors of queries x keys, on any device. Contract: `attention`.
 
@@ -143,7 +150,7 @@ def attention_ref(
         keep = None
         if dropout and seed is not None:
             keep = dropout_mask_ref(seed.to(q.device), dropout, i, q.shape[-2], len(q_i), len(k_i))
-        out, lse = _one_sequence(q_i, k_i, v_i, scale, left, right, keep)
+        out, lse = _one_sequence(q_i, k_i, v_i, scale, left, right, keep, offset)
         outs.append(out)
         lses.append(lse)
     if cu_seqlens_q is None:
@@ -152,7 +159,8 @@ def attention_ref(
         return out, torch.stack(lses) if lses else _empty_lse(q)
     rest = len(q) - sum(len(out) for out in outs)  # tokens of no sequence
     outs.append(q.new_zeros(rest, q.shape[1], v.shape[-1]))
-    lses.append(_empty_lse(q)[:, :rest].fill_(-torch.inf))
+    of_rest = _empty_lse(q)[:, :rest].fill_(-torch.inf)
+    lses.append(of_rest if offset is None else of_rest.copy_(offset.detach()[:, None]))
     return torch.cat(outs), torch.cat(lses, 1)
 
 
@@ -174,7 +182,14 @@ def _empty_lse(q: Tensor) -> Tensor:
 
 
 def _one_sequence(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right: int, keep: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    left: int,
+    right: int,
+    keep: Tensor | None,
+    offset: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """[Q, H, D], [K, G, D], [K, G, E] -> [Q, H, E] and [H, Q]."""
     group = q.shape[1] // k.shape[1]
@@ -184,7 +199,11 @@ def _one_sequence(
     hidden = _hidden(places, scores.shape[2], left, right)
     scores = scores.masked_fill(hidden, -torch.inf)
     blind = hidden.all(dim=1, keepdim=True)  # sees no key: softmax would be NaN
+    if offset is not None:
+        last = offset.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+        scores, blind = torch.cat([scores, last], dim=-1), torch.zeros_like(blind)
     probs = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)
+    probs = probs[..., : k.shape[1]]
     if keep is not None:
         probs = probs * keep.to(probs.dtype)
     wide = scores.detach() if q.dtype == torch.float64 else scores.detach().float()
@@ -277,6 +296,53 @@ torch.library.register_autograd("accel::attention_fwd", _gradients, setup_contex
 torch.library.register_autograd("accel::attention_bwd", _no_second_derivative)
 
 
+def join_offset(out: Tensor, lse: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+    """Result and log-sum-exp of all keys -> of these and one of value 0 with the scores `offset [H]`.
+
+    `out` is changed in place.
+    """
+    score = offset.to(lse.dtype)[:, None]
+    out.mul_(_of_rows(torch.sigmoid(lse - score)))
+    return out, torch.logaddexp(lse, score)
+
+
+def offset_gradient(dout: Tensor, out: Tensor, lse: Tensor, offset: Tensor) -> Tensor:
+    """`[H]`, dtype of `offset`, where `out` and `lse` are what `join_offset` gave."""
+    prob = torch.exp(offset.to(lse.dtype)[:, None] - lse)
+    delta = (dout.to(lse.dtype) * out).sum(-1, keepdim=True)
+    return -(delta * _of_rows(prob)).flatten(0, -3).sum(0).view(-1).to(offset.dtype)
+
+
+def _of_rows(x: Tensor) -> Tensor:
+    """`[B, H, Q]` -> `[Q, B, H, 1]`, `[H, T]` -> `[T, H, 1]`."""
+    return x.movedim(-1, 0).unsqueeze(-1)
+
+
+class _WithOffset(torch.autograd.Function):
+    """`attention_fwd` and the offset, over the kernel of any device."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, offset: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(q, k, v, *options)
+        out, lse = join_offset(out, lse, offset)
+        ctx.mark_non_differentiable(lse)
+        ctx.save_for_backward(offset, q, k, v, out, lse, *options[:3])
+        ctx.options = options[3:]
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        offset, q, k, v, out, lse, *rest = ctx.saved_tensors
+        of_offset = None
+        if ctx.needs_input_grad[0]:
+            of_offset = offset_gradient(dout, out, lse, offset)
+        of_qkv = _backward(dout, q, k, v, out, lse, *rest, *ctx.options)
+        return of_offset, *of_qkv, *[None] * 7
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -289,6 +355,7 @@ def attention(
     cu_seqlens_k: Tensor | None = None,
     dropout: float = 0.0,
     seed: Tensor | None = None,
+    offset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`softmax(softmax_scale q k^T) v` over the keys that each query sees.
 
@@ -308,10 +375,13 @@ def attention(
             `[SEED_AND_PLACES]` int64, or `[sequences, SEED_AND_PLACES]`: then come the places of the first
             sequence, head, query (a multiple of 64) and key in a larger attention, of which this is a part
             and drops the same.
+        offset: `[H]`, floating, on the device of q: the score of one more key, of value 0, that every query
+            of the head sees, not scaled (an attention sink; zeros: softmax off by one).
 
     Returns:
-        out: `[Q, B, H, E]` (`[T, H, E]`), dtype of q, contiguous.
-        lse: `[B, H, Q]` (`[H, T]`) fp32, the logarithm of the sum of exponentials; no gradient.
+        out: `[Q, B, H, E]` (`[T, H, E]`), dtype of q, contiguous. With an offset it is rounded twice.
+        lse: `[B, H, Q]` (`[H, T]`) fp32, the logarithm of the sum of exponentials, the offset's among them;
+            no gradient.
 
     Raises:
         ValueError: inputs of the wrong rank, dtype, device, or shapes that do not fit together; on the
@@ -321,6 +391,8 @@ def attention(
     computes instead.
     """
     _check(q, k, v, window, cu_seqlens_q, cu_seqlens_k, dropout, seed)
+    if offset is not None:
+        _check_offset(offset, q)
     scale = _scale(q, softmax_scale)
     if reason := unsupported_reason(q, v, scale):
         log_fallback("attention", reason)
@@ -335,9 +407,13 @@ def attention(
             cu_seqlens_k=cu_seqlens_k,
             dropout=dropout,
             seed=seed,
+            offset=offset,
         )
-    left, right = _limits(causal, window)
-    return _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, seed, scale, left, right, dropout)
+    options = (cu_seqlens_q, cu_seqlens_k, seed, scale, *_limits(causal, window), dropout)
+    if offset is None:
+        return _forward(q, k, v, *options)
+    out, lse = _WithOffset.apply(offset, q, k, v, *options)
+    return out, lse
 
 
 def _check(
@@ -389,6 +465,15 @@ def _check(
         )
     if dropout and seed is not None:
         check_at_hand("attention", "seed", seed, q.device, "q")
+
+
+def _check_offset(offset: Tensor, q: Tensor) -> None:
+    heads = q.shape[-2]
+    if list(offset.shape) != [heads] or not offset.is_floating_point() or offset.device != q.device:
+        raise ValueError(
+            f"attention: offset must be floating [{heads}] on {q.device} like q, got {offset.dtype} "
+            f"{list(offset.shape)} on {offset.device}"
+        )
 
 
 def _check_starts(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, device: torch.device) -> None:

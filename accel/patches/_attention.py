@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from accel.layers.attention import draw_seed
 
-__all__ = ["dropout_of", "never_served", "scale_of"]
+__all__ = ["dropout_of", "scale_of"]
 
 
 def scale_of(module: Any) -> float:
@@ -32,12 +31,3 @@ def dropout_of(module: Any, device: torch.device) -> dict[str, Any]:
 
     with get_cuda_rng_tracker().fork():
         return {"dropout": dropout.p, "seed": draw_seed(device)}
-
-
-def never_served(module: Any, attention_bias: Tensor | None) -> str | None:
-    """What `accel.ops.attention` has not, whatever the tensors."""
-    if attention_bias is not None:
-        return "an attention bias"
-    if module.softmax_offset is not None:
-        return f"softmax_type {module.config.softmax_type} (the softmax has an offset)"
-    return None

@@ -21,11 +21,10 @@ sequence's 2 x CP-th part, is a multiple of 64; else it drops as many others, an
 a window and a mask of documents heeds both; on one rank upstream's local spec heeds the window alone.
 Otherwise results differ from one rank's by rounding alone.
 
-``--softmax-type``: each row's offset is joined by its log-sum-exp, once, whatever travels; queries x keys are
-not stored, as they are on one rank. A learnable offset's gradient is zero for heads that a rank did not
-compute. ``--qk-clip`` and ``--log-max-attention-logit``, which Megatron wants the TE spec for: the largest
-logit of a head is that of all ranks; for it scores are computed once more, a slice of queries at a time.
-With any of these, attention dropout drops other elements than one rank's path, as many.
+``--softmax-type``: each row's offset is joined by its log-sum-exp, once, whatever travels. A learnable
+offset's gradient is zero for heads that a rank did not compute. ``--qk-clip`` and
+``--log-max-attention-logit``, which Megatron wants the TE spec for: the largest logit of a head is that of
+all ranks; for it scores are computed once more, a slice of queries at a time.
 
 ``--accel-context-parallel-window W`` makes two rings: one of W neighbours, while the next W ranks' keys are
 on their way. ``--accel-context-parallel-keep keys`` or ``all`` keeps the received keys, or keys and values,

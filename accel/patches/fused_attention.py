@@ -24,10 +24,11 @@ which, for the model's heads, dtype, mask and dropout in training, and why not t
 ``--attention-dropout 0.1`` no other runs in training.
 
 A mask tensor is compared with the causal one, once for each tensor; one that hides nothing is full
-attention. Upstream's own attention runs, and one line says why, for any other mask, for a softmax with
-an offset (attention sinks) and for tensors that the kernel does not take. A window of -1 is no limit, as
-Megatron's documentation has it. Padding between packed sequences needs a causal mask: its tokens then
-come after every token that could see them.
+attention. Upstream's own attention runs, and one line says why, for any other mask and for tensors that
+the kernel does not take. A window of -1 is no limit, as Megatron's documentation has it. Padding between
+packed sequences needs a causal mask: its tokens then come after every token that could see them.
+``--softmax-type`` (attention sinks): each row's offset is joined to its result by the log-sum-exp, for one
+pass over the result more; in the backward a learnable one takes another.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from accel.ops import attention
 from accel.ops._attention_backends import NO_LIMIT, SEQUENCES_OF_A_GRID, Call, describe
 from accel.ops._dispatch import log_fallback
 from accel.ops.attention import unsupported_reason
-from accel.patches._attention import dropout_of, never_served, scale_of
+from accel.patches._attention import dropout_of, scale_of
 from accel.patches._kernels import kernels
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, te_has_its_own, te_installed
@@ -95,9 +96,8 @@ def forward_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 packed_seq_params,
             )
         value = values_apart(query, key, value, self.config)
-        out, _ = attention(
-            query, key, value, softmax_scale=scale, **options, **dropout_of(self, query.device)
-        )
+        options |= {"softmax_scale": scale, "offset": self.softmax_offset}
+        out, _ = attention(query, key, value, **options, **dropout_of(self, query.device))
         return out.flatten(-2)
 
     return forward
@@ -106,8 +106,8 @@ def forward_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _unserved(
     module: Any, query: Tensor, value: Tensor, scale: float, attention_bias: Tensor | None
 ) -> str | None:
-    if reason := never_served(module, attention_bias):
-        return reason
+    if attention_bias is not None:
+        return "an attention bias"
     if module.attention_dropout.training and module.attention_dropout.p >= 1:
         return "attention dropout of everything"
     return unsupported_reason(query, value, scale)
@@ -182,17 +182,12 @@ def choose_backend(context: Context) -> list[str]:
     notes = accept_backends(context)
     preset = getattr(context.args, "accel_preset", None) or "fast"
     wanted = preset in ("fast", "max") or getattr(context.args, "accel_fused_attention", None)
-    others = _unfused(context) or _transformer_engines(context) or _in_other_calls(context.args)
+    is_split = _given(context.args, "context_parallel_size", 1) != 1  # into calls of parts
+    others = _unfused(context) or _transformer_engines(context) or is_split
     if wanted and not others and context.device == "cuda" and torch.cuda.is_available():
         calls = calls_of(context.args, torch.cuda.get_device_capability())
         notes += [f"attention on CUDA, {words}: {describe(call)}" for words, call in calls.items()]
     return notes
-
-
-def _in_other_calls(args: Any) -> bool:
-    """Whether whole sequences are none of attention's calls: ranks share them, or upstream's own runs."""
-    split = _given(args, "context_parallel_size", 1) != 1
-    return split or _given(args, "softmax_type", "vanilla") != "vanilla"
 
 
 def calls_of(args: Any, capability: tuple[int, int]) -> dict[str, Call]:

@@ -23,8 +23,8 @@ optimizer of its own are decided. So Megatron itself refuses split attention (2.
 experts (2.14) and the dense MLP as a group of one (2.14), which computes in FP8 only.
 
 Context parallelism, for which stock needs Transformer Engine, is ``context_parallel``'s, which see.
-The softmax with an offset and the largest logit take a path that stores queries x keys where one rank has
-whole sequences, and a line says so; packed sequences have neither, and flags that ask for both are an error.
+For the largest logit scores are computed once more, a slice of queries at a time. Packed sequences have none:
+flags that ask for both are an error.
 
 Megatron's BERT script takes these layers whatever ``--transformer-impl`` says, unless ``--spec local`` is
 given, and imports their spec before arguments are read: what it imports is filled when the feature is on.
@@ -603,9 +603,7 @@ def _refuse_packs(context: Context) -> None:
     packing = [name for name in PACKING if getattr(context.args, name, False)]
     if getattr(context.args, "hybrid_context_parallel", False):
         packing += [] if context.megatron.startswith("0.17.") else ["hybrid_context_parallel"]
-    softmax = getattr(context.args, "softmax_type", None) or "vanilla"
-    asked = [] if softmax == "vanilla" else [f"--softmax-type {softmax}"]
-    asked += [_flag_of(name) for name in _OF_LOGITS if getattr(context.args, name, False)]
+    asked = [_flag_of(name) for name in _OF_LOGITS if getattr(context.args, name, False)]
     if packing and asked:
         raise ValueError(
             f"{' '.join(asked)} with {' '.join(map(_flag_of, packing))}: accel's layers have that for whole "

@@ -64,32 +64,13 @@ def whole(dtype: torch.dtype, kv_heads: int, *leading: int, heads: int = HEADS) 
     return [torch.randn(*leading, *size, generator=generator).to(dtype) for size in sizes]
 
 
-def on_one_rank(tensors: list[Tensor], dtype: torch.dtype, **mask: Any) -> list[Tensor]:
-    q, k, v = (t.to(dtype).requires_grad_() for t in tensors[:3])
-    out, _ = attention_ref(q, k, v, **mask)
-    return [out, *torch.autograd.grad(out, (q, k, v), tensors[3].to(dtype))]
-
-
-def with_offset(
-    offset: Tensor, tensors: list[Tensor], dtype: torch.dtype, *, causal: bool, **mask: Any
+def on_one_rank(
+    tensors: list[Tensor], dtype: torch.dtype, *, offset: Tensor | None = None, **mask: Any
 ) -> list[Tensor]:
-    """On one rank, written out: one more key of value 0 in every row, whose score the head has."""
-    q, k, v, offset = (t.to(dtype).requires_grad_() for t in (*tensors[:3], offset))
-    window, starts = mask.get("window"), mask.get("cu_seqlens_q")
-    places = torch.arange(TOKENS)
-    distance = places[:, None] - places
-    hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
-    if window is not None:
-        hidden = hidden | (distance > window[0])
-    if starts is not None:
-        sequence = torch.searchsorted(starts, places, right=True)
-        hidden = hidden | (sequence[:, None] != sequence)
-    keys, values = (t.repeat_interleave(q.shape[-2] // t.shape[-2], -2) for t in (k, v))
-    scores = torch.einsum("q...hd,k...hd->...hqk", q, keys) * WIDTH_QK**-0.5
-    sink = offset[:, None, None].expand(*scores.shape[:-1], 1)
-    probs = torch.cat([scores.masked_fill(hidden, -torch.inf), sink], -1).softmax(-1)[..., :-1]
-    out = torch.einsum("...hqk,k...hd->q...hd", probs, values)
-    return [out, *torch.autograd.grad(out, (q, k, v, offset), tensors[3].to(dtype))]
+    learnt = [] if offset is None else [offset.to(dtype).requires_grad_()]
+    q, k, v = (t.to(dtype).requires_grad_() for t in tensors[:3])
+    out, _ = attention_ref(q, k, v, offset=learnt[0] if learnt else None, **mask)
+    return [out, *torch.autograd.grad(out, (q, k, v, *learnt), tensors[3].to(dtype))]
 
 
 def check(
@@ -112,7 +93,7 @@ def check(
     lengths = {"cu_seqlens_q": starts, "cu_seqlens_k": starts} if packed else {}
     one_rank = functools.partial(in_documents, documents) if documents is not None else on_one_rank
     if offset is not None:
-        one_rank = functools.partial(with_offset, offset)
+        one_rank = functools.partial(on_one_rank, offset=offset)
     exact = one_rank(tensors, torch.float64, **mask, **lengths)
     yardstick = one_rank(tensors, dtype, **mask, **lengths)
 

@@ -15,6 +15,7 @@ from accel.layers import attention as layers
 from accel.layers.attention import HIDDEN, DotProductAttention, mask_kind
 from accel.parallel.context import ContextGroups
 from accel.testing.tolerance import assert_close_to_baseline
+from tests.ops.contract import needs_native
 
 S, B, H, G, D = 9, 2, 4, 2, 16
 
@@ -312,12 +313,48 @@ def test_a_learnable_offset_is_made_on_the_gpu_that_the_tracker_forks(monkeypatc
         assert layers._device().type == "meta"
 
 
-@pytest.mark.parametrize("options", [{"softmax_type": "learnable"}, {"return_max_logit": True}])
-def test_packs_have_no_softmax_offset_and_no_largest_logit(options: dict[str, object]) -> None:
+def test_packs_have_no_largest_logit() -> None:
     starts = torch.tensor([0, S], dtype=torch.int32)
     q, k, v = (t[:, 0] for t in qkv())
-    with pytest.raises(NotImplementedError, match="packed sequences"):
-        layer(qkv_format="thd", **options)(q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    attend = layer(qkv_format="thd", return_max_logit=True)
+    with pytest.raises(NotImplementedError, match="packed sequences: the largest logit"):
+        attend(q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts)
+
+
+@needs_native
+@pytest.mark.parametrize("softmax_type", ["vanilla", "off-by-one", "learnable"])
+@pytest.mark.parametrize("window", [None, (3, 0)])
+def test_offset_and_largest_logit_are_the_kernels_too(
+    softmax_type: str, window: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = layer(softmax_type=softmax_type, return_max_logit=True, window_size=window)
+    plain = [t.detach() for t in attend(*qkv(), None)]
+    monkeypatch.setattr(layers, "attention", ops.attention)
+    monkeypatch.setattr(attend, "_plain", None)
+    for found, expected in zip(attend(*qkv(), None), plain, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@needs_native
+@pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_packs_with_an_offset_are_their_sequences(
+    softmax_type: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "attention", ops.attention if fused else None)
+    starts = torch.tensor([0, 3, S], dtype=torch.int32)
+    q, k, v = (t[:, :1] for t in qkv())
+    attend = layer(softmax_type=softmax_type)
+    out = attend(
+        *(t[:, 0] for t in (q, k, v)),
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+    )
+    for place in (slice(0, 3), slice(3, S)):
+        alone = attend(*(t[place] for t in (q, k, v)), None)[:, 0]
+        torch.testing.assert_close(out[place], alone)
 
 
 def test_lengths_of_padded_sequences_are_a_mask() -> None:

@@ -74,6 +74,13 @@ class TestAttention(OnNpu, test_attention.TestAttention):
         starts = {name: test_attention.starts(sizes) for name, sizes in starts.items()}
         self.check(Inputs(pack, options | starts))
 
+    @pytest.mark.parametrize("dtype", test_attention.TestAttention.dtypes, ids=str)
+    def test_an_offset_is_joined_to_the_result(self, dtype):
+        tensors = test_attention.qkv(33, 33, dtype=dtype)
+        inputs = test_attention.add_offset(Inputs(tensors, {"causal": True}))
+        assert calls_of(test_attention.TestAttentionWithAnOffset.op, inputs) == BOTH
+        test_attention.CASE_WITH_OFFSET.check(inputs)
+
     def test_a_token_alone_in_a_pack_takes_no_band(self, monkeypatch):
         """The gradient's kernel refuses bands of width 0 there."""
         seen = modes(monkeypatch)

@@ -83,7 +83,7 @@ class TestAttention(OpContract):
         has the rounding of the largest of them, and the logarithm of a sum that of a score: for few queries
         either may happen to be small itself.
         """
-        q, k, v = (t.float() for t in inputs.tensors)
+        q, k, v = (t.float() for t in inputs.tensors[:3])
         if not q.numel() or not k.numel():
             return {}
         scale = inputs.options.get("softmax_scale") or 1 / math.sqrt(q.shape[-1])
@@ -108,7 +108,31 @@ class TestAttention(OpContract):
         yield bwd, (torch.randn_like(out), q, k, v, out, lse, None, None, None, 0.2, -1, 0, 0.0)
 
 
-CASE = TestAttention()
+def with_offset(op):
+    def call(q: Tensor, k: Tensor, v: Tensor, offset: Tensor, **options) -> tuple[Tensor, Tensor]:
+        return op(q, k, v, offset=offset, **options)
+
+    return call
+
+
+def add_offset(inputs: Inputs) -> Inputs:
+    """As a model has it: in the dtype of q, of which the kernels know nothing."""
+    q = inputs.tensors[0]
+    return inputs._replace(tensors=[*inputs.tensors, torch.linspace(-1, 2, q.shape[-2]).to(q)])
+
+
+class TestAttentionWithAnOffset(TestAttention):
+    op = staticmethod(with_offset(TestAttention.op))
+    ref = staticmethod(with_offset(TestAttention.ref))
+
+    def inputs(self, dtype: torch.dtype, seed: int = 0) -> Inputs:
+        return add_offset(super().inputs(dtype, seed))
+
+    def large_inputs(self) -> Inputs:
+        return add_offset(super().large_inputs())
+
+
+CASE, CASE_WITH_OFFSET = TestAttention(), TestAttentionWithAnOffset()
 SIZES = st.sampled_from([0, 1, 2, 13, 31, 32, 64, 67, 131, 200])
 
 
@@ -278,6 +302,31 @@ def test_a_query_that_sees_no_key_gives_zero():
     assert dv.isfinite().all()
 
 
+@needs_native
+@pytest.mark.parametrize("op", [attention, attention_ref])
+def test_a_query_that_sees_the_offset_alone(op):
+    q, k, v = (t.requires_grad_() for t in qkv(5, 2, kv_heads=4))
+    offset = torch.linspace(-1, 2, 4).requires_grad_()
+    out, lse = op(q, k, v, causal=True, offset=offset)
+    assert not out[:3].any()
+    assert torch.equal(lse[..., :3], offset.detach()[:, None].expand(2, 4, 3))
+    dq, dk, dv, of_offset = torch.autograd.grad(out.sum(), (q, k, v, offset))
+    assert not dq[:3].any()
+    for grad in (dq[3:], dk, dv, of_offset):
+        assert grad.isfinite().all()
+        assert grad.any()
+
+
+@needs_native
+@settings(deadline=None, max_examples=25)
+@given(lengths=packs(), padding=st.sampled_from([0, 3]), options=masks())
+def test_a_pack_with_an_offset_matches_reference(lengths, padding, options):
+    tokens = sum(lengths[0]) + padding, sum(lengths[1])
+    pack = [t[:, 0] for t in qkv(*tokens, 1, seed=3)]
+    options |= {f"cu_seqlens_{name}": starts(n) for name, n in zip("qk", lengths, strict=True)}
+    CASE_WITH_OFFSET.check(add_offset(Inputs(pack, options)))
+
+
 @pytest.mark.parametrize(
     "mask", [{}, {"causal": True}, {"causal": True, "window": (3, 0)}, {"window": (0, 2)}], ids=str
 )
@@ -342,13 +391,15 @@ def test_dropout_of_nearly_all_does_not_wrap_to_none():
 
 
 @needs_native
-def test_needs_no_tensor_of_queries_by_keys():
-    q, k, v = qkv(4096, 4096, 1, 2, 2, 32, dtype=torch.bfloat16)
+@pytest.mark.parametrize("case", [CASE, CASE_WITH_OFFSET], ids=["plain", "offset"])
+def test_needs_no_tensor_of_queries_by_keys(case):
+    inputs = Inputs(qkv(4096, 4096, 1, 2, 2, 32, dtype=torch.bfloat16), {"causal": True})
+    inputs = add_offset(inputs) if case is CASE_WITH_OFFSET else inputs
     torch.ops.accel._host_memory_install()
     try:
         torch.ops.accel._host_memory_reset_peak()
         before = torch.ops.accel._host_memory_stats()[0]
-        run(attention, Inputs([q, k, v], {"causal": True}))
+        run(case.op, inputs)
         peak = torch.ops.accel._host_memory_stats()[1] - before
     finally:
         torch.ops.accel._host_memory_uninstall()
@@ -392,6 +443,9 @@ CU = torch.tensor([0, 3])
             {"dropout": 0.1, "seed": SEED.to("meta")},
             "seed must be on the cpu .* got meta",
         ),
+        (changed(), {"offset": torch.ones(3)}, r"offset must be floating \[4\] on cpu .* \[3\]"),
+        (changed(), {"offset": torch.ones(4).int()}, "offset must be floating .* torch.int32"),
+        (changed(), {"offset": torch.ones(4, device="meta")}, "offset must be .* on meta"),
     ],
 )
 def test_rejects(tensors, options, message):

@@ -79,12 +79,14 @@ def qkv(
 
 
 def results(module: torch.nn.Module, tensors: list[Tensor], *args: Any, **kwargs: Any):
+    """The result, and the gradients of the tensors and of an offset; recomputed, the module is a function."""
     out = module(*tensors, *args, **kwargs)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(6)).to(out.dtype)
-    for t in tensors:
+    leaves = [*tensors, *(module.parameters() if isinstance(module, torch.nn.Module) else [])]
+    for t in leaves:
         t.grad = None
     out.backward(dout)  # Megatron's recomputation refuses torch.autograd.grad
-    return [out.detach(), *(t.grad for t in tensors)]
+    return [out.detach(), *(t.grad for t in leaves)]
 
 
 def fallbacks(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -111,6 +113,8 @@ CASES = {
     "window on both sides": ("causal", None, {"window_size": (9, 4)}),
     "query-key layer scaling": ("causal", None, {"apply_query_key_layer_scaling": True}),
     "softmax in fp32": ("causal", None, {"attention_softmax_in_fp32": True}),
+    "softmax off by one": ("causal", None, {"softmax_type": "off-by-one"}),
+    "attention sinks": ("causal", None, {"softmax_type": "learnable", "window_size": (9, 0)}),
     "one layer in two has a window": (
         "causal",
         None,
@@ -126,6 +130,7 @@ def test_served_with_upstreams_numbers(case: str, megatron: None, caplog: Any) -
         module = build(mask_type, layer_number, **options)
         fp64 = build(mask_type, layer_number, **{**options, "bf16": False})
         tensors = qkv(37)
+        fp64.double().load_state_dict(module.state_dict())
         stock = results(module, tensors, mask)
         exact = results(fp64, [t.detach().double().requires_grad_() for t in tensors], mask)
         accel.enable(preset="exact", fused_attention=True)
@@ -145,7 +150,6 @@ REFUSED = {
         {},
         "attention mask of its own",
     ),
-    "attention sinks": ("causal", None, {"softmax_type": "off-by-one"}, "softmax_type off-by-one"),
     "padding_causal": ("padding_causal", None, {}, "padding_causal without packed"),
 }
 
@@ -552,8 +556,7 @@ def test_the_table_names_no_kernel_of_what_others_compute(
 
     assert notes(**LLAMA, attention_backend=AttnBackend.unfused) == []
     assert notes(**LLAMA, context_parallel_size=2) == [], "calls of parts of sequences"
-    assert notes(**LLAMA, softmax_type="learnable") == []
-    assert len(notes(**LLAMA, context_parallel_size=1, softmax_type="vanilla")) == 1
+    assert len(notes(**LLAMA, context_parallel_size=1, softmax_type="learnable")) == 1
     te = {**LLAMA, "transformer_impl": "transformer_engine"}
     assert len(notes(**te)) == 1, "by accel's layers"
     monkeypatch.setattr(fused_attention, "te_installed", lambda: True)

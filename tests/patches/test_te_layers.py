@@ -64,8 +64,6 @@ def start(version: str = "0.19.2", **args: object) -> list[str]:
 @pytest.mark.parametrize(
     ("asked", "flag"),
     [
-        ({"softmax_type": "learnable"}, "--softmax-type learnable"),
-        ({"softmax_type": "off-by-one"}, "--softmax-type off-by-one"),
         ({"qk_clip": True}, "--qk-clip"),
         ({"log_max_attention_logit": True}, "--log-max-attention-logit"),
     ],
@@ -75,7 +73,7 @@ def test_what_packs_have_not_is_refused_at_the_start(asked: dict[str, object], f
     message = f"^{flag} with --sft: .* leave one of them out$"
     with pytest.raises(ValueError, match=message):
         start(sft=True, **asked)
-    assert start(sft=True, softmax_type="vanilla") == []
+    assert start(sft=True, softmax_type="learnable") == []
     assert start(sft=True, **asked, transformer_impl="local") == []
     dynamic = {"hybrid_context_parallel": True, **asked}
     assert start("0.17.1", **dynamic) == [], "no packs there"

@@ -12,7 +12,7 @@ from accel.ops import _attention_backends, attention, attention_ref
 from accel.ops.attention import WIDEST_ROW, attention_gradients, attention_gradients_ref
 from tests.ops import test_attention
 from tests.ops.contract import Inputs, assert_matches, change_layout, run
-from tests.ops.test_attention import SEED, finite, qkv, starts
+from tests.ops.test_attention import SEED, add_offset, finite, qkv, starts, with_offset
 from tests.triton.harness import HAS_GPU, OnTriton, kernels_launched, on_device
 
 OP = staticmethod(on_device(finite(attention)))
@@ -127,6 +127,18 @@ def test_reads_in_place_where_rows_are_contiguous():
     assert all(kernels._with_contiguous_rows(t) is t for t in (q, k, v))
     assert kernels._strides(q) == q.stride()[:3]
     assert kernels._strides(q[:, 0]) == (q.stride(0), 0, q.stride(2))
+
+
+@pytest.mark.parametrize("dtype", TestAttention.dtypes, ids=str)
+def test_an_offset_is_joined_to_the_result(dtype):
+    inputs = add_offset(CASE.inputs(dtype, 2))
+    assert_matches(
+        on_device(with_offset(attention)),
+        with_offset(attention_ref),
+        inputs,
+        roundings=CASE.roundings,
+        magnitudes=CASE.magnitudes(inputs),
+    )
 
 
 PACKS = {

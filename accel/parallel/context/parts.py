@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from accel.ops.attention import (
     QUERIES_DRAWN,
@@ -21,7 +20,7 @@ from accel.ops.attention import (
     largest_scores,
 )
 
-__all__ = ["Attention", "Part", "join_offset", "offset_gradient", "place_of_chunk"]
+__all__ = ["Attention", "Part", "place_of_chunk"]
 
 
 class Part(NamedTuple):
@@ -69,10 +68,7 @@ class Attention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
         """`[Q, B, H, E]` or `[T, H, E]`, with gradients: `part` has all keys that the queries see."""
-        if self.offset is None:
-            return self._forward(q, k, v, part)[0]
-        out: Tensor = _WithOffset.apply(q, k, v, self.offset, self, part)
-        return out
+        return self._forward(q, k, v, part, offset=self.offset)[0]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         """Result and log-sum-exp, `[B, H, Q]` or `[H, T]` fp32, of these keys alone: without gradients, and
@@ -87,12 +83,15 @@ class Attention:
         compute = attention_gradients if self.kernel else attention_gradients_ref
         return compute(dout, q, k, v, out, lse, **self._options(part))
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, part: Part, offset: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         if self.largest is not None:
             mask: dict[str, Any] = {"causal": part.causal, "window": part.window}
             found = largest_scores(q, k, softmax_scale=self.softmax_scale, **mask)
             torch.maximum(self.largest, found, out=self.largest)
-        return (attention if self.kernel else attention_ref)(q, k, v, **self._options(part))
+        compute = attention if self.kernel else attention_ref
+        return compute(q, k, v, offset=offset, **self._options(part))
 
     def _options(self, part: Part) -> dict[str, Any]:
         options: dict[str, Any] = {
@@ -106,49 +105,6 @@ class Attention:
             places = (0, self.first_head, part.first_query, part.first_key)
             options |= {"dropout": self.dropout, "seed": seed_at(self.seed, places)}
         return options
-
-
-class _WithOffset(torch.autograd.Function):
-    """`Attention.__call__` with an offset."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, offset: Tensor, attention: Attention, part: Part
-    ) -> Tensor:
-        out, lse = join_offset(*attention.forward(q, k, v, part), offset)
-        ctx.save_for_backward(q, k, v, out, lse, offset)
-        ctx.how = attention, part
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *qkv, out, lse, offset = ctx.saved_tensors
-        attention, part = ctx.how
-        of_qkv = attention.gradients(grads[0], *qkv, out, lse, part)
-        of_offset = None
-        if ctx.needs_input_grad[3]:
-            of_offset = offset_gradient(grads[0], out, lse, offset)
-        return (*of_qkv, of_offset, None, None)
-
-
-def join_offset(out: Tensor, lse: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
-    """Result and log-sum-exp of all keys -> of these and the offset, from which all gradients follow."""
-    offset = offset.to(lse.dtype)[:, None]
-    share = torch.sigmoid(lse - offset)
-    return (out * _of_rows(share)).to(out.dtype), torch.logaddexp(lse, offset)
-
-
-def offset_gradient(dout: Tensor, out: Tensor, lse: Tensor, offset: Tensor) -> Tensor:
-    """`[H]`, from `out` and `lse` with the offset in them: a value of 0 has the gradient -dout out."""
-    prob = torch.exp(offset.to(lse.dtype)[:, None] - lse)
-    of_rows = (dout.to(lse.dtype) * out).sum(-1, keepdim=True) * _of_rows(prob)
-    return -of_rows.flatten(0, -3).sum(0).view(-1).to(offset.dtype)
-
-
-def _of_rows(x: Tensor) -> Tensor:
-    """`[B, H, Q]` -> `[Q, B, H, 1]`, `[H, T]` -> `[T, H, 1]`."""
-    return x.movedim(-1, 0).unsqueeze(-1)
 
 
 def seed_at(seed: Tensor, places: Sequence[int | Tensor]) -> Tensor:

@@ -34,14 +34,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from accel.device.streams import one_queue
+from accel.ops.attention import join_offset, offset_gradient
 from accel.parallel.collectives import Messages, Outbox
-from accel.parallel.context.parts import (
-    Attention,
-    Part,
-    join_offset,
-    offset_gradient,
-    place_of_chunk,
-)
+from accel.parallel.context.parts import Attention, Part, place_of_chunk
 from accel.parallel.context.zigzag import halves
 
 __all__ = [
