@@ -14,10 +14,9 @@ The optimizer remains torch's in everything but ``step``: same class hierarchy, 
 of operations is torch's too; results differ by the rounding of fused multiply-adds, and by the order in
 which the squares of the norm are summed.
 
-Left to torch, with a line in the log: ``amsgrad``, ``maximize``, ``capturable``
-(``--optimizer-cuda-graph``), and learning rates that are tensors. ``--optimizer-cpu-offload`` builds
-optimizers of its own, which are not touched. Clipping is a pass of its own (``accel.ops.scale``) for these,
-and where parameters of one optimizer are clipped by different norms.
+Left to torch, with a line in the log: ``amsgrad``, ``maximize``, ``capturable``, and learning rates that are
+tensors. ``--optimizer-cpu-offload`` builds optimizers of its own, which are not touched. Clipping is a pass
+of its own (``accel.ops.scale``) for these, and where one optimizer clips by different norms.
 """
 
 from __future__ import annotations

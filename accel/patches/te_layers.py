@@ -200,6 +200,7 @@ MOCKS_BY_VALUE = (
     f"{_CORE}.models.mamba.mamba_layer_specs",  # 0.17
     f"{_CORE}.post_training.modelopt.hybrid.model_specs",  # of the first's
     "megatron.training.activation_logging",  # the types of layers that it logs
+    "megatron.training.dgrad_logging",
 )
 """Modules that hold the mocks by value since they were imported, each behind those it takes from."""
 

@@ -48,6 +48,7 @@ _BUFFERED = {
     "reuse_grad_buf_for_mxfp8_param_ag": "weights are gathered into the buffer",
     "delay_wgrad_compute": "gradients come outside the backward",
     "calculate_per_token_loss": "gradients are scaled in fp32",
+    "save_wgrads_interval": "gradients are saved in fp32",
     "loss_scale": "gradients are scaled in fp32",
     "cuda_graph_impl": "graphs have the buffer's addresses",
     "enable_cuda_graph": "graphs have the buffer's addresses",

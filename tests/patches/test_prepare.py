@@ -55,6 +55,27 @@ def test_fp8_is_refused_in_one_line_before_anything_is_built(option: str) -> Non
     assert te_layers.prepare(asked) == []
 
 
+@WITHOUT_TE
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (
+            {"cuda_graph_impl": "transformer_engine"},
+            "--cuda-graph-impl transformer_engine: .* local",
+        ),
+        ({"external_cuda_graph": True}, "--external-cuda-graph: .* use --cuda-graph-impl local"),
+        ({"optimizer_cuda_graph": True}, "--optimizer-cuda-graph: .* leave it out"),
+    ],
+)
+def test_graphs_of_transformer_engine_are_refused_at_the_start(
+    asked: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        without_te(context("cuda", **asked))
+    assert without_te(context("cpu", **asked)) == []
+    assert without_te(context("cuda", cuda_graph_impl="local", optimizer_cuda_graph=False)) == []
+
+
 def test_a_history_of_a_cpus_memory_is_not_recorded_and_a_line_says_so() -> None:
     asked = context(record_memory_history=True)
     (line,) = without_history(asked)

@@ -297,6 +297,7 @@ ARGS = {
         ({"use_distributed_optimizer": True}, "--use-distributed-optimizer: the optimizer steps"),
         ({"calculate_per_token_loss": True}, "--calculate-per-token-loss: gradients are scaled"),
         ({"loss_scale": 1024.0}, "--loss-scale: gradients are scaled in fp32"),
+        ({"save_wgrads_interval": 2}, "--save-wgrads-interval: gradients are saved in fp32"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl: graphs have the buffer's addresses"),
         ({"cuda_graph_impl": "none"}, None),
         ({"rampup_batch_size": ["2", "2", "9"]}, "--rampup-batch-size: steps come to have more"),
