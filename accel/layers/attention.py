@@ -331,33 +331,11 @@ class DotProductAttention(ExtraState):
         if layout == "thd":
             if cu_seqlens_q is None or cu_seqlens_kv is None:
                 raise ValueError("qkv_format='thd' needs cu_seqlens_q and cu_seqlens_kv")
-            if kind == "arbitrary":
-                raise ValueError(
-                    "attn_mask_type='arbitrary' with packed sequences, which have no mask of their own: use "
-                    "'padding_causal' or 'padding'"
-                )
-            causal = "causal" in kind
-            starts = packed_starts(
-                (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded), causal
-            )
-            if self.return_max_logit:
-                raise NotImplementedError(
-                    "packed sequences: the largest logit is asked for; accel has that for sbhd and bshd"
-                )
-            lengths_differ = query_layer.shape[0] != key_layer.shape[0]
-            if causal and "bottom_right" not in kind and lengths_differ:
-                raise NotImplementedError(
-                    f"packed sequences: attn_mask_type={kind!r} from the top left for {query_layer.shape[0]} "
-                    f"queries and {key_layer.shape[0]} keys; accel has that for sbhd and bshd"
-                )
-            mask: dict[str, Any] = {"causal": causal, "window": window}
-            if self.context_groups is not None:
-                return self._split(query_layer, key_layer, value_layer, mask, **starts)[0]
-            return self._fused(query_layer, key_layer, value_layer, {**mask, **starts})[0]
-        qkv = [query_layer, key_layer, value_layer]
-        if layout == "bshd":
-            qkv = [t.transpose(0, 1) for t in qkv]
-        q, k, v = qkv
+            starts = (cu_seqlens_q, cu_seqlens_kv)
+            padded = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
+            return self._packed(query_layer, key_layer, value_layer, kind, window, starts, padded)
+        qkv = (query_layer, key_layer, value_layer)
+        q, k, v = (t.transpose(0, 1) for t in qkv) if layout == "bshd" else qkv
         if attention_mask is None and "padding" in kind:
             if cu_seqlens_kv is not None:
                 attention_mask = _padding(cu_seqlens_kv, k.shape[0])
@@ -366,31 +344,67 @@ class DotProductAttention(ExtraState):
                     f"attn_mask_type={kind!r} needs an attention_mask, or cu_seqlens_q and cu_seqlens_kv"
                 )
         bias = None if core_attention_bias_type == "no_bias" else core_attention_bias
+        out, max_logit = self._dense(q, k, v, kind, window, attention_mask, bias)
+        out = out.transpose(0, 1) if layout == "bshd" else out
+        return (out, max_logit) if self.return_max_logit else out
+
+    def _packed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kind: str,
+        window: tuple[int, int] | None,
+        starts: tuple[Tensor, Tensor],
+        padded: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor:
+        """`[T, H E]`."""
+        if kind == "arbitrary":
+            raise ValueError(
+                "attn_mask_type='arbitrary' with packed sequences, which have no mask of their own: use "
+                "'padding_causal' or 'padding'"
+            )
+        causal = "causal" in kind
+        lengths = packed_starts(starts, padded, causal)
+        if self.return_max_logit:
+            raise NotImplementedError(
+                "packed sequences: the largest logit is asked for; accel has that for sbhd and bshd"
+            )
+        if causal and "bottom_right" not in kind and q.shape[0] != k.shape[0]:
+            raise NotImplementedError(
+                f"packed sequences: attn_mask_type={kind!r} from the top left for {q.shape[0]} queries and "
+                f"{k.shape[0]} keys; accel has that for sbhd and bshd"
+            )
+        mask: dict[str, Any] = {"causal": causal, "window": window}
+        attend = self._fused if self.context_groups is None else self._split
+        return attend(q, k, v, mask, **lengths)[0]
+
+    def _dense(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kind: str,
+        window: tuple[int, int] | None,
+        mask: Tensor | tuple[Tensor, Tensor] | None,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`[S, B, H E]`, and the largest score of each head if it is to be returned."""
         if self.context_groups is not None:
-            masked = attention_mask is not None and "padding" in kind
+            masked = mask is not None and "padding" in kind
             if masked or kind == "arbitrary" or bias is not None:
                 raise ValueError(
                     f"context parallelism: attn_mask_type={kind!r} asks for a mask or a bias of its own; a "
                     "split sequence can have a causal mask or none: use 'causal' or 'no_mask'"
                 )
-            out, max_logit = self._split(q, k, v, {"causal": "causal" in kind, "window": window})
-            return self._returned(out, max_logit, layout)
-        served, reason = _as_options(kind, window, attention_mask, q.shape[0], k.shape[0])
+            return self._split(q, k, v, {"causal": "causal" in kind, "window": window})
+        served, reason = _as_options(kind, window, mask, q.shape[0], k.shape[0])
         reason = "an attention bias" if bias is not None else reason
-        if attention is not None and reason is None:
-            out, max_logit = self._fused(q, k, v, served)
-        else:
-            if attention is not None and reason is not None:
-                log_fallback("attention", reason)
-            hidden = _hidden(kind, window, attention_mask, q, k)
-            out, max_logit = self._plain(q, k, v, hidden, bias)
-        return self._returned(out, max_logit, layout)
-
-    def _returned(
-        self, out: Tensor, max_logit: Tensor | None, layout: str
-    ) -> Tensor | tuple[Tensor, Tensor | None]:
-        out = out.transpose(0, 1) if layout == "bshd" else out
-        return (out, max_logit) if self.return_max_logit else out
+        if attention is not None:
+            if reason is None:
+                return self._fused(q, k, v, served)
+            log_fallback("attention", reason)
+        return self._plain(q, k, v, _hidden(kind, window, mask, q, k), bias)
 
     def _split(
         self,
@@ -432,14 +446,14 @@ class DotProductAttention(ExtraState):
         return out.flatten(-2), largest
 
     def _fused(
-        self, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]
+        self, q: Tensor, k: Tensor, v: Tensor, mask: dict[str, Any], **lengths: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """The result, and the largest score of each head if it is to be returned."""
         compute = attention_ref if attention is None else attention
-        how = {**how, "softmax_scale": self.softmax_scale}
+        how = {**mask, "softmax_scale": self.softmax_scale}
         max_logit = largest_scores(q, k, **how) if self.return_max_logit else None
-        v = self._values(q, k, v)
-        out, _ = compute(q, k, v, offset=self._offset(q), **how, **self._dropout(q.device))
+        how |= {"offset": self._offset(q), **lengths, **self._dropout(q.device)}
+        out, _ = compute(q, k, self._values(q, k, v), **how)
         return out.flatten(-2), max_logit
 
     def _values(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
