@@ -248,9 +248,10 @@ def _with_wishes(args: Any, wishes: Mapping[str, Any]) -> Any:
     return SimpleNamespace(**known, **{f"accel_{name}": value for name, value in wishes.items()})
 
 
-def _some(names: Sequence[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _some(names: Sequence[str]) -> str:
+    """The first five."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def _apply_patches(features: Sequence[Feature]) -> Applied:

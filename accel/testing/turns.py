@@ -20,6 +20,7 @@ from typing import Any
 __all__ = ["Ratio", "Turns", "compare_turns"]
 
 POLL_SECONDS = 0.002
+WARM_UP = 2
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,14 @@ class Ratio:
         return (high - low) / self.median
 
 
-def compare_turns(
-    ours: Sequence[float], theirs: Sequence[float], every: int, *, skip: int = 2
-) -> Ratio:
+def compare_turns(ours: Sequence[float], theirs: Sequence[float], every: int) -> Ratio:
     """Pair turn n of one side with turn n of the other, and take the median of their ratios.
+
+    The first `WARM_UP` turns are not counted: first touch of memory, choice of kernels.
 
     Args:
         ours, theirs: seconds of each step, as `Turns` writes them.
         every: steps in a turn; an incomplete last turn is left out.
-        skip: turns at the start that are not counted: first touch of memory, choice of kernels.
 
     Raises:
         ValueError: fewer than three turns are left.
@@ -56,13 +56,13 @@ def compare_turns(
 
     def turns(seconds: Sequence[float]) -> list[float]:
         starts = range(0, len(seconds) - every + 1, every)
-        return [statistics.median(seconds[i : i + every]) for i in starts][skip:]
+        return [statistics.median(seconds[i : i + every]) for i in starts][WARM_UP:]
 
     pairs = list(zip(turns(ours), turns(theirs), strict=False))
     if len(pairs) < 3:
         raise ValueError(
             f"{len(ours)} and {len(theirs)} steps make {len(pairs)} pairs of turns of {every} steps "
-            f"after the first {skip}; at least 3 are needed"
+            f"after the first {WARM_UP}; at least 3 are needed"
         )
     ratios = [b / a for a, b in pairs]
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")

@@ -15,8 +15,7 @@ AUDIENCE: set[str] = set()
 """Top-level package names that see a cuda device; filled by ``accel.device.cpu.install``."""
 
 
-def addressed(depth: int = 2) -> bool:
-    """Whether the caller ``depth`` frames up belongs to the audience (default: the caller's
-    caller)."""
-    name: str = sys._getframe(depth).f_globals.get("__name__", "")
+def addressed() -> bool:
+    """Whether the caller's caller belongs to the audience."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
     return name.partition(".")[0] in AUDIENCE

@@ -56,90 +56,68 @@ class HeadShares:
         return x.index_select(-2, torch.tensor(read, device=x.device))
 
 
-def gather_tokens(
-    x: Tensor, heads: Sequence[range], group: dist.ProcessGroup, tokens: Sequence[int] | None = None
-) -> Tensor:
+def gather_tokens(x: Tensor, heads: Sequence[range], group: dist.ProcessGroup) -> Tensor:
     """`[S, ..., H, D]` -> `[all tokens, ..., own heads, D]`: the ranks' tokens one after the other.
 
     Args:
         heads: what each rank gets; ranges may overlap, whose gradients add up.
-        tokens: the S of each rank; None: all alike.
     """
-    result: Tensor = _GatherTokens.apply(x, heads, _counts(x.shape[0], tokens, group), group)
+    result: Tensor = _GatherTokens.apply(x, heads, group)
     return result
 
 
-def scatter_tokens(
-    x: Tensor, heads: Sequence[range], group: dist.ProcessGroup, tokens: Sequence[int] | None = None
-) -> Tensor:
+def scatter_tokens(x: Tensor, heads: Sequence[range], group: dist.ProcessGroup) -> Tensor:
     """The way back: `[all tokens, ..., own heads, D]` -> `[S, ..., H, D]`, for ranges that do not overlap."""
-    if tokens is None and x.shape[0] % group.size():
+    if x.shape[0] % group.size():
         raise ValueError(f"{x.shape[0]} tokens are no multiple of the {group.size()} ranks")
-    counts = _counts(x.shape[0] // group.size(), tokens, group)
-    result: Tensor = _ScatterTokens.apply(x, heads, counts, group)
+    result: Tensor = _ScatterTokens.apply(x, heads, group)
     return result
-
-
-def _counts(own: int, tokens: Sequence[int] | None, group: dist.ProcessGroup) -> list[int]:
-    return [own] * group.size() if tokens is None else list(tokens)
 
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, heads: Sequence[range], tokens: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.how = heads, tokens, group, x.shape[-2]
-        return _to_heads(x, heads, tokens, group)
+    def forward(ctx: Any, x: Tensor, heads: Sequence[range], group: dist.ProcessGroup) -> Tensor:
+        ctx.how = heads, group, x.shape[-2]
+        return _to_heads(x, heads, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _to_tokens(grads[0], *ctx.how), None, None, None
+        return _to_tokens(grads[0], *ctx.how), None, None
 
 
 class _ScatterTokens(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, heads: Sequence[range], tokens: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.how = heads, tokens, group
-        return _to_tokens(x, heads, tokens, group, max(h.stop for h in heads))
+    def forward(ctx: Any, x: Tensor, heads: Sequence[range], group: dist.ProcessGroup) -> Tensor:
+        ctx.how = heads, group
+        return _to_tokens(x, heads, group, max(h.stop for h in heads))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _to_heads(grads[0], *ctx.how), None, None, None
+        return _to_heads(grads[0], *ctx.how), None, None
 
 
-def _to_heads(
-    x: Tensor, heads: Sequence[range], tokens: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    me = group.rank()
-    between, width = x.shape[1:-2], x.shape[-1]
+def _to_heads(x: Tensor, heads: Sequence[range], group: dist.ProcessGroup) -> Tensor:
+    tokens, *between, _, width = x.shape
     leaving = [x[..., h.start : h.stop, :].reshape(-1) for h in heads]
-    out = x.new_empty((sum(tokens), *between, len(heads[me]), width))
-    row = out[:1].numel() if out.shape[0] else 0
-    dist.all_to_all_single(
-        out.view(-1),
-        torch.cat(leaving),
-        [n * row for n in tokens],
-        [t.numel() for t in leaving],
-        group,
-    )
+    out = x.new_empty((group.size() * tokens, *between, len(heads[group.rank()]), width))
+    sizes = [t.numel() for t in leaving]
+    coming = [out.numel() // group.size()] * group.size()
+    dist.all_to_all_single(out.view(-1), torch.cat(leaving), coming, sizes, group)
     return out
 
 
 def _to_tokens(
-    x: Tensor, heads: Sequence[range], tokens: list[int], group: dist.ProcessGroup, num_heads: int
+    x: Tensor, heads: Sequence[range], group: dist.ProcessGroup, num_heads: int
 ) -> Tensor:
-    me = group.rank()
     between, width = x.shape[1:-2], x.shape[-1]
-    row = x[:1].numel() if x.shape[0] else 0
-    shapes = [(tokens[me], *between, len(h), width) for h in heads]
+    tokens = x.shape[0] // group.size()
+    shapes = [(tokens, *between, len(h), width) for h in heads]
     sizes = [torch.Size(shape).numel() for shape in shapes]
+    leaving = [x.numel() // group.size()] * group.size()
     coming = x.new_empty(sum(sizes))
-    dist.all_to_all_single(coming, x.reshape(-1), sizes, [n * row for n in tokens], group)
+    dist.all_to_all_single(coming, x.reshape(-1), sizes, leaving, group)
     shared = sum(len(h) for h in heads) > num_heads
-    out = (x.new_zeros if shared else x.new_empty)((tokens[me], *between, num_heads, width))
+    out = (x.new_zeros if shared else x.new_empty)((tokens, *between, num_heads, width))
     for h, part, shape in zip(heads, coming.split(sizes), shapes, strict=True):
         if shared:
             out[..., h.start : h.stop, :] += part.view(shape)

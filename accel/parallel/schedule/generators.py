@@ -169,8 +169,3 @@ def _alternate(first: Sequence[Action], second: Sequence[Action], ahead: int) ->
     pairs = zip(first[ahead:], second, strict=False)
     rest = second[len(first) - ahead :]
     return (*first[:ahead], *chain.from_iterable(pairs), *rest)
-
-
-def _one_f_one_b(p: int, r: int, m: int, backward: Kind) -> tuple[Action, ...]:
-    forwards, backwards = ([Action(kind, i, 0) for i in range(m)] for kind in (_F, backward))
-    return _alternate(forwards, backwards, p - r - 1)

@@ -91,16 +91,16 @@ class GroupLink:
             if self.rank in (lower, upper):
                 self._round_trip(lower, upper, 1)
 
-    def round_trips(self, rounds: int = 3) -> tuple[float, float]:
-        """Half of the quickest round trip with the next rank, in seconds: of one element, and of `shape`. All
-        ranks call it; the last one gets zeros."""
+    def round_trips(self) -> tuple[float, float]:
+        """Half of the quickest of three round trips with the next rank, in seconds: of one element, and of
+        `shape`. All ranks call it; the last one gets zeros."""
         sizes = 1, math.prod(self.shape)
         found = {1: 0.0, sizes[1]: 0.0}
         for lower in range(dist.get_world_size(self.up) - 1):
             dist.barrier(self.up)
             if self.rank in (lower, lower + 1):
                 for size in sizes:
-                    seconds = min(self._round_trip(lower, lower + 1, size) for _ in range(rounds))
+                    seconds = min(self._round_trip(lower, lower + 1, size) for _ in range(3))
                     found[size] = seconds / 2 if self.rank == lower else found[size]
         return found[sizes[0]], found[sizes[1]]
 

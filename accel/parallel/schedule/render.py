@@ -21,24 +21,21 @@ _COLORS = {
 }
 """Of the even and of the odd chunks."""
 _WAIT = "#e45756"
-_ROW, _BAR, _LEFT, _TOP, _LEGEND = 28, 22, 64, 34, 200
-"""Heights of a rank and of its boxes, room for the labels, and for a name in the legend, in pixels."""
+_WIDTH, _ROW, _BAR, _LEFT, _TOP, _LEGEND = 1200, 28, 22, 64, 34, 200
+"""Of the picture; heights of a rank and of its boxes, room for the labels, and for a name in the legend, in
+pixels."""
 
 
-def to_svg(timeline: Timeline, width: int = 1200) -> str:
-    """A row for each rank: a box with its micro-batch for each computation, a red bar for each wait.
-
-    Args:
-        width: of the picture, in pixels; its height is 28 for each rank, and what the labels take.
-    """
+def to_svg(timeline: Timeline) -> str:
+    """A row for each rank: a box with its micro-batch for each computation, a red bar for each wait."""
     ranks = len(timeline.events)
-    legend, columns = _legend(timeline), max(1, width // _LEGEND)
+    legend, columns = _legend(timeline), _WIDTH // _LEGEND
     height = _TOP + _ROW * ranks + 10 + 20 * -(-len(legend) // columns)
-    scale = (width - _LEFT - 8) / float(timeline.makespan or 1)
+    scale = (_WIDTH - _LEFT - 8) / float(timeline.makespan or 1)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+        f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         f'<text x="{_LEFT}" y="20">{escape(caption(timeline))}</text>',
     ]
     for rank in range(ranks):

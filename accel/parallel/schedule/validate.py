@@ -10,38 +10,22 @@ deadlock       every rank comes to its end where receives wait and sends do not
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 
-from accel.parallel.schedule.actions import Action, Kind, Message, Schedule, in_flight
-from accel.parallel.schedule.engine import Deadlock, Play, Times
+from accel.parallel.schedule.actions import Action, Kind, Message, Schedule
+from accel.parallel.schedule.engine import Play, Times
 from accel.parallel.schedule.transfers import with_transfers
 
-__all__ = ["Validity", "in_flight", "validate"]
+__all__ = ["validate"]
 
 _UNIT = Times(forward=1, backward=2, weight=1)
 
 
-@dataclass(frozen=True)
-class Validity:
-    """What a right schedule needs."""
-
-    in_flight: tuple[int, ...]
-    """Most activations that each rank holds, in chunks of one micro-batch."""
-    needs_buffering: bool
-    """Some send has to leave its rank free before the other rank is at the receive: with sends that wait, the
-    transfers between two computations begun together, it would stand still."""
-
-
-def validate(schedule: Schedule, max_in_flight: int | Sequence[int] | None = None) -> Validity:
+def validate(schedule: Schedule) -> None:
     """Raises where the schedule is not right; never hangs.
 
     A schedule of computation only is taken with the transfers that `with_transfers` gives it; one without any
     backward is right where its forwards are.
-
-    Args:
-        max_in_flight: activations that a rank may hold, for all or for each.
 
     Raises:
         ValueError: a rule is broken; the message names rank, action and rule.
@@ -54,14 +38,6 @@ def validate(schedule: Schedule, max_in_flight: int | Sequence[int] | None = Non
     for rank in range(schedule.num_ranks):
         _order(schedule, rank)
     Play(schedule, _UNIT, overlap=True)
-    held = in_flight(schedule)
-    if max_in_flight is not None:
-        _bound(schedule, held, max_in_flight)
-    try:
-        Play(schedule, _UNIT, overlap=False)
-    except Deadlock:
-        return Validity(tuple(held), needs_buffering=True)
-    return Validity(tuple(held), needs_buffering=False)
 
 
 def _broken(rank: int, action: Action, rule: str) -> ValueError:
@@ -154,18 +130,3 @@ _BEHIND = {
     Kind.BACKWARD_INPUT: (Kind.FORWARD,),
     Kind.BACKWARD_WEIGHT: (Kind.BACKWARD_INPUT,),
 }
-
-
-def _bound(schedule: Schedule, held: Sequence[int], bound: int | Sequence[int]) -> None:
-    bounds = [bound] * schedule.num_ranks if isinstance(bound, int) else bound
-    if len(bounds) != schedule.num_ranks:
-        raise ValueError(f"max_in_flight of {len(bounds)} ranks, not {schedule.num_ranks}")
-    for rank, (has, most) in enumerate(zip(held, bounds, strict=True)):
-        if has > most:
-            count = 0
-            for action in schedule.ranks[rank]:
-                count += (action.kind is Kind.FORWARD) - (
-                    action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-                )
-                if count > most:
-                    raise _broken(rank, action, f"holds {count} activations, of {most} at most")
