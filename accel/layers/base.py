@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel.ops._dispatch import warn_once
+from accel.log import log_once
 from accel.parallel import overlap
 from accel.parallel.linear import DelayedGradients, Layout
 
@@ -152,7 +152,7 @@ class ParallelLayer(ExtraState):
         self.delayed = DelayedGradients() if delay_wgrad_compute else None
         self.ub_name = ub_name
         if ub_name is not None and self.communicates and overlap.current() is None:
-            warn_once(
+            log_once(
                 "tp_comm_overlap",
                 "the configuration asks for it, and nothing overlaps; accel.enable(tp_overlap=True) does it",
             )

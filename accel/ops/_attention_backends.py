@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accel.log import log_once
 from accel.ops._trial import mistake
 
 __all__ = [
@@ -59,8 +60,6 @@ TOKENS_OF_A_TRIAL = 320
 """Some tiles of any library, and no whole number of them."""
 ERROR_OF_A_TRIAL = 0.03
 """Norm of the error over that of the result. bf16 has some 0.005; another mask or layout has 0.1 and more."""
-
-logger = logging.getLogger("accel")
 
 
 class Call(NamedTuple):
@@ -653,13 +652,8 @@ def _mistake(name: str, call: Call, device: torch.device) -> str | None:
     """What a library computes wrongly in this call, or raises; None if it is right."""
     reason = _tried(BACKENDS[name], call, device)
     if reason is not None:
-        _warn_once(name, reason)
+        log_once("attention on CUDA", f"{name} is not used: {reason}")
     return reason
-
-
-@functools.cache
-def _warn_once(name: str, reason: str) -> None:
-    logger.warning("attention on CUDA: %s is not used: %s", name, reason)
 
 
 def _tried(backend: Backend, call: Call, device: torch.device) -> str | None:
@@ -705,7 +699,7 @@ def _chosen(call: Call, device: torch.device) -> Backend:
     if _is_capturing(device):  # no trial could be waited for; what is not returned is not kept
         raise _Untried
     decision = plan(call, device)
-    _log_once(str(decision))
+    log_once("attention on CUDA", str(decision), logging.INFO)
     return BACKENDS[decision.backend]
 
 
@@ -726,11 +720,6 @@ def _choose(call: Call, device: torch.device) -> Backend:
         return next(
             BACKENDS[n] for n in names if not (BACKENDS[n].unsupported_reason(call) or _missing(n))
         )
-
-
-@functools.cache
-def _log_once(decision: str) -> None:
-    logger.info("attention on CUDA: %s", decision)
 
 
 def describe(call: Call) -> str:

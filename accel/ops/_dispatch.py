@@ -12,7 +12,7 @@ import torch
 
 from accel.ops import _native, _npu, _triton
 
-__all__ = ["forget", "log_fallback", "missing_kernel", "refuse_derivative", "warn_once"]
+__all__ = ["forget", "log_fallback", "missing_kernel", "refuse_derivative"]
 
 # PyTorch's dispatch key for each device. "npu" is an out-of-tree backend on the key kept for those.
 DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "npu": "PrivateUse1", "meta": "Meta"}
@@ -64,17 +64,13 @@ def log_fallback(op: str, reason: str) -> None:
     _log_fallback_once(op, reason)
 
 
-@functools.cache
-def warn_once(feature: str, message: str) -> None:
-    """Say once what a feature does otherwise than one would think."""
-    logger.warning("%s: %s", feature, message)
-
-
 def refuse_derivative(op: str) -> None:
     """Make the derivative of `op`, itself a gradient, an error; PyTorch would warn and return none."""
 
     def refuse(ctx: object, *grads: object) -> None:
-        raise RuntimeError(f"{op} has no derivative: accel's ops can be differentiated once")
+        raise RuntimeError(
+            f"{op} has no derivative: accel's ops can be differentiated once, their references (*_ref) twice"
+        )
 
     torch.library.register_autograd(op, refuse)
 

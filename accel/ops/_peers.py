@@ -7,10 +7,8 @@ captured of an op that was not tried before.
 """
 
 import contextlib
-import functools
 import importlib
 import importlib.util
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -21,12 +19,11 @@ from torch import Tensor
 
 from accel._peers import LIBRARIES
 from accel._peers.limits import NotTaken
+from accel.log import log_once
 from accel.ops._kernel_choice import VARIABLE, Choice
 from accel.ops._trial import mistake
 
 __all__ = ["Served", "describe", "register"]
-
-logger = logging.getLogger("accel")
 
 
 class Package(NamedTuple):
@@ -104,7 +101,7 @@ class Served:
                         return theirs(*args)
                 except NotTaken as limit:
                     reason = str(limit)
-            _warn_once(name, self.library, reason)
+            log_once(name.removeprefix("accel::"), f"by accel, not by {self.library}: {reason}")
             return ours.call_boxed(keys, *args)
 
         return call
@@ -113,11 +110,6 @@ class Served:
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """With it the current one: most libraries launch on the current device's stream."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-@functools.cache
-def _warn_once(name: str, library: str, reason: str) -> None:
-    logger.warning("%s: by accel, not by %s: %s", name.removeprefix("accel::"), library, reason)
 
 
 def register(choice: Choice, library: torch.library.Library, key: str) -> list[Served]:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback, missing_kernel
+from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative
 from accel.ops._overwriting import overwritable
 
 __all__ = ["cross_entropy", "cross_entropy_ref", "unsupported_reason"]
@@ -141,11 +141,7 @@ def _backward_inplace_fake(
     return None
 
 
-def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> None:
-    raise RuntimeError("cross_entropy_bwd has no derivative: differentiate cross_entropy_ref twice")
-
-
-torch.library.register_autograd("accel::cross_entropy_bwd", _no_second_derivative)
+refuse_derivative("accel::cross_entropy_bwd")
 
 
 def combine(stats: Tensor, target: Tensor, vocab_start: int, num_tokens: int, group: Any) -> Tensor:

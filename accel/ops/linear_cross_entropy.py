@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback, missing_kernel
+from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative
 from accel.ops.cross_entropy import (
     KERNEL_DTYPES,
     check_smoothing,
@@ -369,11 +369,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += torch.mm(a, b)
 
 
-def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> None:
-    raise RuntimeError("linear_cross_entropy_bwd has no derivative")
-
-
-torch.library.register_autograd("accel::linear_cross_entropy_bwd", _no_second_derivative)
+refuse_derivative("accel::linear_cross_entropy_bwd")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback, missing_kernel
+from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative
 
 __all__ = ["masked_softmax", "masked_softmax_ref", "unsupported_reason"]
 
@@ -80,12 +80,8 @@ def _gradients(ctx: Any, dprobs: Tensor) -> tuple[Tensor | None, ...]:
     return _backward(dprobs, *ctx.saved_tensors, *ctx.options), None, None, None
 
 
-def _no_second_derivative(ctx: Any, *_: object) -> None:
-    raise RuntimeError("accel::masked_softmax_bwd has no derivative")
-
-
 torch.library.register_autograd("accel::masked_softmax_fwd", _gradients, setup_context=_save)
-torch.library.register_autograd("accel::masked_softmax_bwd", _no_second_derivative)
+refuse_derivative("accel::masked_softmax_bwd")
 
 
 def masked_softmax(

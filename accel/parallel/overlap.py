@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel.device.streams import finish_current_stream
-from accel.ops._dispatch import warn_once
+from accel.log import log_once
 from accel.parallel import symmetric_memory
 from accel.parallel.collectives import Transfer, gather_rows, reduce_scatter_rows
 from accel.parallel.free_memory import free_bytes
@@ -126,7 +126,7 @@ class Overlap:
         alone = beside is None
         key = (kind, alone, group.group_name, rows, w.shape, w.is_contiguous(), x.dtype, x.device)
         if key not in self.chosen and beside is not None and not _all_have(held(), x, group):
-            warn_once(
+            log_once(
                 "tp_overlap", f"no room for {held()} bytes to time a backward pass: the plain way"
             )
             self.chosen[key] = None
@@ -287,7 +287,7 @@ def _choose(
     run = partial(_run, kind, x, w, group) if beside is None else beside.run
     best = _quickest(x, group, run, finalists)
     if not with_bits:
-        warn_once("tp_overlap", _other_bits(kind, x, w, best))
+        log_once("tp_overlap", _other_bits(kind, x, w, best))
     return best
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.ops._dispatch import warn_once
+from accel.log import log_once
 from accel.parallel.experts import load
 from accel.parallel.experts.load import LayerLoad, Recorder
 from accel.patching import Patch
@@ -58,7 +58,7 @@ def _say_if_nobody_asks() -> None:
     """Both features act in Megatron's training loop, whose arguments are there before its model is."""
     variables = sys.modules.get("megatron.training.global_vars")
     if getattr(variables, "_GLOBAL_ARGS", None) is None:
-        warn_once(
+        log_once(
             "moe_load_report, expert_migration",
             "experts' rows are counted, and nothing comes of it outside Megatron's own training loop",
         )

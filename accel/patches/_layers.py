@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accel.feature import Setting
+from accel.patches._settings import whole_number
 from accel.patching import Patch
 
 __all__ = [
@@ -31,22 +32,11 @@ HYBRID_STACKS = (
 _HERE = "accel.patches._layers"
 
 
-def parse_layers(given: Any) -> int:
-    """A number of layers."""
-    try:
-        number = int(str(given))
-    except ValueError:
-        number = -1
-    if number < 0:
-        raise ValueError(f"{given!r} is no number of layers: give 0 or more")
-    return number
-
-
 NUM_LAYERS = Setting(
     name="num_layers",
     metavar="LAYERS",
     summary="in the first layers of each rank, its virtual stages in turn (default: all)",
-    parse=parse_layers,
+    parse=lambda given: whole_number(given, "layers", least=0),
 )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.ops._dispatch import warn_once
+from accel.log import log_once
 from accel.parallel import overlap
 from accel.parallel.linear import Layout, parallel_linear
 from accel.patches.cpu_offloading import OffloadedLayers
@@ -94,7 +94,7 @@ def upstream_needed(weight: Tensor, gtp_remat_size: int) -> bool:
 
 def _say_what_stays() -> None:
     if overlap.current() is not None:
-        warn_once(
+        log_once(
             "tp_overlap",
             "nothing overlaps in Megatron's own linear layers (all of the local spec, and the output layer) "
             "where weights are sharded, as by Megatron-FSDP, or autocast is on",

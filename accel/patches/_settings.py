@@ -7,7 +7,14 @@ from typing import Any
 
 from accel.feature import Context
 
-__all__ = ["idle_without", "needs_flags", "whole_number"]
+__all__ = [
+    "idle_without",
+    "needs_flags",
+    "no_experts",
+    "not_negative",
+    "one_expert_rank",
+    "whole_number",
+]
 
 
 def idle_without(*names: str) -> Callable[[Context], str | None]:
@@ -21,6 +28,17 @@ def idle_without(*names: str) -> Callable[[Context], str | None]:
         return f"--{missing[0].replace('_', '-')} is not given"
 
     return idle
+
+
+def no_experts(context: Context) -> str | None:
+    """For ``Feature.idle``."""
+    return None if getattr(context.args, "num_experts", True) else "there are no experts"
+
+
+def one_expert_rank(context: Context) -> str | None:
+    """For ``Feature.idle``: that experts are sent nowhere."""
+    ranks = getattr(context.args, "expert_model_parallel_size", None)
+    return "there is one expert-parallel rank" if ranks == 1 else None
 
 
 def needs_flags(args: Any, flag: str, instead: str) -> None:
@@ -38,4 +56,15 @@ def whole_number(given: Any, of: str, *, least: int = 1) -> int:
         number = least - 1
     if number < least:
         raise ValueError(f"{given!r} is no number of {of}: give {least} or more")
+    return number
+
+
+def not_negative(given: Any, what: str) -> float:
+    """Raises ValueError for anything but a finite number of at least 0; `what` says which it is."""
+    try:
+        number = float(str(given))
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"{given!r} is no {what}: give 0 or more")
     return number

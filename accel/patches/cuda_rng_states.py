@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accel.device.cpu.generators import seed_of
 from accel.feature import Feature
-from accel.ops._dispatch import warn_once
+from accel.log import log_once
 from accel.patches._settings import idle_without
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
@@ -31,7 +31,7 @@ def taken_here(state: Any) -> Any:
     before = torch.cuda.get_rng_state()
     if state.numel() == before.numel():
         return state
-    warn_once(
+    log_once(
         "cuda_rng_states",
         "the checkpoint's random states are those of another kind of device; this one's are seeded from "
         "them, so that draws go on reproducibly but differ",

@@ -36,7 +36,7 @@ from accel.parallel.experts.migration import bring, new_order
 from accel.parallel.experts.plan import longest_over_mean, moving_average, plan_migration
 from accel.patches._expert_counts import ROUTING, layer_of, of_all_ranks, uncounted_routers
 from accel.patches._param_states import ParamStates
-from accel.patches._settings import whole_number
+from accel.patches._settings import no_experts, not_negative, one_expert_rank, whole_number
 from accel.patching import Patch
 from accel.start_up import say
 from accel.upstream import SUPPORTED_RANGE
@@ -204,15 +204,7 @@ def parse_interval(given: Any) -> int:
 
 
 def parse_threshold(given: Any) -> float:
-    try:
-        threshold = float(str(given))
-    except ValueError:
-        threshold = -1.0
-    if not 0 <= threshold < float("inf"):
-        raise ValueError(
-            f"{given!r} is no drop of a standard deviation over a mean: give 0 or more"
-        )
-    return threshold
+    return not_negative(given, "drop of a standard deviation over a mean")
 
 
 def refused(context: Context) -> str | None:
@@ -240,10 +232,7 @@ def refused(context: Context) -> str | None:
 
 
 def idle(context: Context) -> str | None:
-    if getattr(context.args, "num_experts", 0) is None:
-        return "there are no experts"
-    ranks = getattr(context.args, "expert_model_parallel_size", None)
-    return "there is one expert-parallel rank" if ranks == 1 else None
+    return no_experts(context) or one_expert_rank(context)
 
 
 def switch_on(value: int, threshold: float) -> Callable[[], None]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from accel.feature import Context, Feature
 from accel.layers.residual import ResidualSum, norm_of
-from accel.ops._dispatch import warn_once
+from accel.log import log_once
 from accel.patches._kernels import kernels
 from accel.patches._layers import MAMBA_LAYER, TRANSFORMER_LAYER
 from accel.patching import Patch
@@ -74,7 +74,7 @@ def with_sums(init: Callable[..., None]) -> Callable[..., None]:
 
         init(self, *args, **kwargs)
         if reason := _unfit(self.config):
-            warn_once("fused_add_norm", f"sums and norms are computed apart: {reason}")
+            log_once("fused_add_norm", f"sums and norms are computed apart: {reason}")
             return
         for name in SUMS:
             if hasattr(self, name) and getattr(self, name) is get_bias_dropout_add:
@@ -89,7 +89,7 @@ def gathering_late(upstream: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(upstream)
     def enable(self: Any) -> None:
         if _ON:
-            warn_once(
+            log_once(
                 "fused_add_norm",
                 "sums and norms are computed apart: parameters are gathered beside the forward pass",
             )

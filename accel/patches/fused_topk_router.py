@@ -25,6 +25,7 @@ from accel.ops import moe_aux_scores
 from accel.ops._dispatch import log_fallback
 from accel.ops.topk_router import unsupported_reason
 from accel.patches._kernels import kernels
+from accel.patches._settings import no_experts
 from accel.patches.moe_fusion import fused_topk_with_score_function, masked
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE, te_kernel_for
@@ -92,8 +93,8 @@ def score_with_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def idle(context: Context) -> str | None:
     args = context.args
-    if getattr(args, "num_experts", 0) is None:
-        return "there are no experts"
+    if reason := no_experts(context):
+        return reason
     rounded = getattr(args, "bf16", False) or getattr(args, "fp16", False)
     if rounded and getattr(args, "moe_router_dtype", "fp32") is None:
         return "the router's logits are of 16 bits: --moe-router-dtype fp32 makes such as it takes"

@@ -32,7 +32,7 @@ from typing import Any
 from accel.feature import Context, Feature, Setting
 from accel.parallel.experts import load, overlap
 from accel.patches import _experts
-from accel.patches._settings import whole_number
+from accel.patches._settings import not_negative, one_expert_rank, whole_number
 from accel.patches.moe_overlap import served
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
@@ -43,13 +43,7 @@ def parse_number(given: Any) -> int:
 
 
 def parse_price(given: Any) -> float:
-    try:
-        price = float(str(given))
-    except ValueError:
-        price = -1.0
-    if not 0 <= price < float("inf"):
-        raise ValueError(f"{given!r} is no number of rows: give 0 or more")
-    return price
+    return not_negative(given, "number of rows")
 
 
 def parse_every(given: Any) -> int:
@@ -102,11 +96,6 @@ def refused(context: Context) -> str | None:
     return None
 
 
-def idle(context: Context) -> str | None:
-    ranks = getattr(context.args, "expert_model_parallel_size", None)
-    return "there is one expert-parallel rank" if ranks == 1 else None
-
-
 def switch_on(
     value: int, number: int | None, price: float | None, every: int | None
 ) -> Callable[[], None]:
@@ -122,7 +111,7 @@ FEATURE = Feature(
     benchmarks=("moe",),
     requires=("moe_overlap",),
     refuses=refused,
-    idle=idle,
+    idle=one_expert_rank,
     settings=(
         Setting(
             name="",

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from accel.feature import Context, Feature, Setting
 from accel.layers.linear import LayerNormLinear
+from accel.log import log_once
 from accel.memory.layer_costs import (
     OTHER,
     Choice,
@@ -56,7 +57,6 @@ from accel.memory.layer_costs import (
 )
 from accel.memory.planner import CannotMeet, Layer, Plan, choose, table
 from accel.memory.recompute import Recomputed, Restorer
-from accel.ops._dispatch import warn_once
 from accel.patches import recompute_activation, swap_attention
 from accel.patches._inner_masters import HOST, SHARED, WANTED
 from accel.patches._kernels import kernels
@@ -207,7 +207,7 @@ class Planner:
             if reason := _shares_indices(getattr(layer, "config", None)):
                 raise ValueError(f"memory_budget: {reason}")
             if self.plan is not None:
-                warn_once(
+                log_once(
                     "memory_budget", "layers that come after the plan are computed again as a whole"
                 )
             self.layers[layer] = Measured(self.swapping.block)
@@ -221,7 +221,7 @@ class Planner:
                 self.running = None
         measured.calls += 1
         if measured.calls == CALLS_UNTIL_A_WORD and self.iteration == 0:
-            warn_once(
+            log_once(
                 "memory_budget",
                 "layers are computed again as a whole until iterations of megatron.training's train_step are "
                 "measured",

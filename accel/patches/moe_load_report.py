@@ -39,7 +39,7 @@ from accel.feature import Context, Feature, Setting
 from accel.parallel.experts import load
 from accel.parallel.experts.load import LayerLoad, Recorder
 from accel.patches._expert_counts import DROPPING, ROUTING, of_all_ranks, uncounted_routers
-from accel.patches._settings import whole_number
+from accel.patches._settings import no_experts, whole_number
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -157,11 +157,6 @@ def _refuses(context: Context) -> str | None:
     return uncounted_routers(context.args)
 
 
-def _idle(context: Context) -> str | None:
-    args = context.args
-    return "the model has no experts" if args and not getattr(args, "num_experts", None) else None
-
-
 def switch_on(value: int) -> Callable[[], None]:
     report = Report(value)
     ON.append(report)
@@ -182,7 +177,7 @@ FEATURE = Feature(
     megatron=SUPPORTED_RANGE,
     prepare=_prepare,
     refuses=_refuses,
-    idle=_idle,
+    idle=no_experts,
     settings=(
         Setting(
             name="",

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.feature import Context, Feature
+from accel.feature import Feature
 from accel.parallel.experts.room import what_bounds
 from accel.patches._expert_counts import number_of
+from accel.patches._settings import no_experts
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE
 
@@ -88,17 +89,13 @@ def _counts(dispatcher: Any) -> Tensor | None:
     return counts if isinstance(counts, Tensor) else None
 
 
-def idle(context: Context) -> str | None:
-    return "there are no experts" if getattr(context.args, "num_experts", 0) is None else None
-
-
 FEATURE = Feature(
     name="moe_out_of_memory",
     summary="an MoE layer without memory says how many tokens came, and what bounds them",
     preset="exact",
     numerics="bit-identical",
     megatron=SUPPORTED_RANGE,
-    idle=idle,
+    idle=no_experts,
     patches=tuple(
         Patch(
             target=f"{_LAYER}.{method}",

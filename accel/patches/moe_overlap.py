@@ -44,7 +44,7 @@ from accel.parallel.experts.traffic import Traffic
 from accel.parallel.free_memory import free_bytes
 from accel.patches import _experts
 from accel.patches._expert_counts import layer_of, number_of
-from accel.patches._settings import whole_number
+from accel.patches._settings import no_experts, one_expert_rank, whole_number
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE, te_layers_asked
 
@@ -313,10 +313,7 @@ def refused(context: Context) -> str | None:
 
 
 def idle(context: Context) -> str | None:
-    if getattr(context.args, "num_experts", 0) is None:
-        return "there are no experts"
-    ranks = getattr(context.args, "expert_model_parallel_size", None)
-    return "there is one expert-parallel rank" if ranks == 1 else None
+    return no_experts(context) or one_expert_rank(context)
 
 
 def switch_on(slices: int) -> Callable[[], None]:

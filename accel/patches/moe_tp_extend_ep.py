@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accel.feature import Context, Feature
-from accel.patches._settings import needs_flags
+from accel.patches._settings import needs_flags, no_experts
 from accel.upstream import SUPPORTED_RANGE
 
 GIVEN = "expert_model_parallel_size_given"
@@ -89,7 +89,7 @@ def idle(context: Context) -> str | None:
             "it changes Megatron's arguments: without them, set expert_tensor_parallel_size=1 and "
             "expert_model_parallel_size to the product of both"
         )
-    return None if getattr(context.args, "num_experts", None) else "there are no experts"
+    return no_experts(context)
 
 
 FEATURE = Feature(

@@ -16,15 +16,10 @@ which finds it where the waits are left out, or what the allocator is told.
 
 from __future__ import annotations
 
-from accel.feature import Context, Feature
+from accel.feature import Feature
 from accel.parallel.experts.overlap import take_two_streams
+from accel.patches._settings import one_expert_rank
 from accel.upstream import SUPPORTED_RANGE
-
-
-def idle(context: Context) -> str | None:
-    ranks = getattr(context.args, "expert_model_parallel_size", None)
-    return "there is one expert-parallel rank" if ranks == 1 else None
-
 
 FEATURE = Feature(
     name="moe_two_streams",
@@ -34,6 +29,6 @@ FEATURE = Feature(
     megatron=SUPPORTED_RANGE,
     devices=("cuda", "npu"),
     requires=("moe_overlap",),
-    idle=idle,
+    idle=one_expert_rank,
     switch_on=take_two_streams,
 )

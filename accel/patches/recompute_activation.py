@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from accel.feature import Feature
+from accel.log import log_once
 from accel.memory.recompute import Recomputed
-from accel.ops._dispatch import warn_once
 from accel.patches._layers import NUM_LAYERS, Altered, FirstLayers, when_a_layer_is_built
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
@@ -61,7 +61,7 @@ def _tell(mlps: Any, more: str) -> None:
 
     served = any(isinstance(module, MLP) and _is_called(module) for module in mlps.modules())
     if not served and any(True for _ in mlps.parameters()):
-        warn_once("recompute_activation", f"a {type(mlps).__name__} keeps its activation{more}")
+        log_once("recompute_activation", f"a {type(mlps).__name__} keeps its activation{more}")
 
 
 def _is_called(mlp: Any) -> bool:

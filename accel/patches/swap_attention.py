@@ -32,10 +32,10 @@ from typing import Any
 import torch
 
 from accel.feature import Context, Feature, Setting
+from accel.log import log_once
 from accel.memory.host_split import measure_copies
 from accel.memory.swap import MIN_BYTES, Chain, Swap
 from accel.memory.swap_plan import History
-from accel.ops._dispatch import warn_once
 from accel.patches._layers import HYBRID_STACKS, TRANSFORMER_LAYER
 from accel.patches._linear import LINEAR
 from accel.patching import Patch
@@ -159,12 +159,12 @@ def choosing(init: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if getattr(self.config, "overlap_moe_expert_parallel_comm", False):
-            warn_once(
+            log_once(
                 "swap_attention",
                 "nothing is swapped with overlap_moe_expert_parallel_comm: layers run in pieces there",
             )
         if _all_recomputed(self.config):
-            warn_once(
+            log_once(
                 "swap_attention or memory_budget",
                 "nothing is swapped in layers that are computed again as a whole "
                 "(recompute_granularity='full' in the configuration)",

@@ -53,7 +53,7 @@ from packaging.version import Version
 from accel import patching
 from accel.feature import Context, Feature
 from accel.layers import stand_in
-from accel.ops._dispatch import warn_once
+from accel.log import log_once
 from accel.patches._told import told
 from accel.patches.fused_attention import PACKING
 from accel.patching import AUDIENCE, Patch, aliases
@@ -488,7 +488,7 @@ def switch_on() -> Callable[[], None]:
     modelopt, *mla = map(_imported, (MODELOPT, _MLA, _ABSORBED_MLA))
     before = [(module, vars(module).get("Linear")) for module in mla if module and modelopt]
     if early := asked_before():
-        warn_once(
+        log_once(
             "te_layers",
             f"{', '.join(early)}: HAVE_TE is False there, and layers are None, since it was imported before "
             "Megatron's arguments were final; import it after that",

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from accel.feature import Context, Feature
+from accel.log import log_once
 from accel.ops import l2_norm
-from accel.ops._dispatch import warn_once
 from accel.patches._inner_masters import refused
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE, fused_adam_library
@@ -110,7 +110,7 @@ def without_buffer(init: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         params = [p for p in module.parameters() if p.requires_grad]
         if reason := _is_needed(config, ddp_config, params):
-            warn_once(_NAME, f"a model has the buffer for its gradients: {reason}")
+            log_once(_NAME, f"a model has the buffer for its gradients: {reason}")
             init(self, config, ddp_config, module, *args, **kwargs)
             return
         for param in params:  # upstream makes buffers and hooks for those that are trained

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import accel
 from accel.layers.attention import DotProductAttention
+from accel.log import log_once
 from accel.ops import attention_ref
 from accel.ops.attention import dropout_mask_ref
 from accel.parallel import collectives
@@ -29,7 +30,6 @@ from accel.parallel.context import (
     ring_settings,
     switch_on_ring,
 )
-from accel.parallel.context.attention import _say_once
 from accel.parallel.context.heads import HeadShares, gather_tokens, scatter_tokens
 from accel.patches import context_parallel
 from accel.testing.distributed import under_torchrun
@@ -356,7 +356,7 @@ def test_dropout_in_chunks_of_any_length(
     comm_type: str, packed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Drops what one rank would if each chunk were padded to a multiple of 64; whole sequences need none."""
-    _say_once.cache_clear()
+    log_once.cache_clear()
     dropout, seed = 0.3, torch.tensor(11)
     bounds = [0, 36, 64, 128] if packed else [0, 36]
     starts, tokens = torch.tensor(bounds), bounds[-1]

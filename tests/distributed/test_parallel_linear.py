@@ -626,7 +626,7 @@ def test_auto_prefers_the_bits_of_the_plain_way(
         lambda x, group, rounds, *calls: [[2.0], *[[1.0]] * (len(calls) - 1)],
     )
     said: list[str] = []
-    monkeypatch.setattr(overlap, "warn_once", lambda feature, line: said.append(line))
+    monkeypatch.setattr(overlap, "log_once", lambda feature, line: said.append(line))
     x, w = draw(64, IN, dtype=torch.float32), draw(IN, OUT, dtype=torch.float32)
     chosen = Overlap()
     for _ in range(2):

@@ -13,9 +13,9 @@ import torch
 from accel.layers import stand_in
 from accel.layers.grouped_linear import GroupedLinear
 from accel.layers.linear import LayerNormLinear, Linear
+from accel.log import log_once
 from accel.memory.recompute import Recomputed
 from accel.ops import layer_norm_ref, rms_norm_ref
-from accel.ops._dispatch import warn_once
 from tests.ops.contract import needs_native
 
 K, N = 6, 10
@@ -301,7 +301,7 @@ def test_weights_without_a_mode_are_a_ranks_own_until_others_say_otherwise() -> 
 
 
 def test_userbuffers_that_nobody_has_get_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    warn_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level("WARNING", logger="accel"):
         Linear(8, 8)
         GroupedLinear(2, 8, 8, ub_name="fc1")  # Megatron always names them

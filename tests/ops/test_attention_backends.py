@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from accel.log import log_once
 from accel.ops import _attention_backends as backends
 from accel.ops import attention_ref
 from accel.ops._attention_backends import BACKENDS, Arguments, Call
@@ -28,7 +29,7 @@ def fresh(monkeypatch):
     monkeypatch.delenv(backends.VARIABLE, raising=False)
     caches = (
         *(backends._chosen, backends._missing, backends._mistake),
-        *(backends._log_once, backends._warn_once, backends._module),
+        *(log_once, backends._module),
     )
     for cache in caches:
         cache.cache_clear()

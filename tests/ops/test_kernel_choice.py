@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accel.log import log_once
 from accel.ops import (
     _cuda,
     _dispatch,
@@ -147,7 +148,7 @@ def fake_apex(monkeypatch):
     module = FusedLayerNorm()
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delitem(sys.modules, "accel._peers.apex", raising=False)
-    _peers._warn_once.cache_clear()
+    log_once.cache_clear()
     yield module
     sys.modules.pop("accel._peers.apex", None)
 

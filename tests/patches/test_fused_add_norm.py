@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import accel
 from accel.feature import Context
-from accel.ops._dispatch import warn_once
+from accel.log import log_once
 from accel.patches import fused_add_norm
 from tests.layers.test_residual import counted
 from tests.ops.contract import needs_native
@@ -217,7 +217,7 @@ def test_parameters_that_are_gathered_when_their_module_runs_switch_it_off(
 ) -> None:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    warn_once.cache_clear()
+    log_once.cache_clear()
     with one_rank(fused_add_norm=True):
         made = model("local", gradient_accumulation_fusion=False)
         for overlapped in (False, True):
@@ -240,7 +240,7 @@ def test_parameters_that_are_gathered_when_their_module_runs_switch_it_off(
 @needs_native
 def test_a_layer_whose_configuration_does_not_allow_it(caplog: pytest.LogCaptureFixture) -> None:
     """A program without a command line has no flags to be asked."""
-    warn_once.cache_clear()
+    log_once.cache_clear()
     config = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     with one_rank(fused_norm=True, te_layers=True):
         expected = three_passes(model("transformer_engine", **config))

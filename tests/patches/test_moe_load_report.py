@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import accel
 from accel import patching
 from accel.feature import Context
-from accel.ops._dispatch import warn_once
+from accel.log import log_once
 from accel.parallel.experts import load
 from accel.parallel.experts.load import Copies, LayerLoad, Recorder, loads, scalars, table
 from accel.patches import moe_load_report
@@ -124,7 +124,7 @@ def test_outside_megatrons_training_loop_it_says_that_nobody_asks(
 
     with reporting(), caplog.at_level("WARNING", logger="accel"):
         layer = build()
-        warn_once.cache_clear()
+        log_once.cache_clear()
         with monkeypatch.context() as inside:
             inside.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace())
             layer(tokens(1))
@@ -293,7 +293,7 @@ def test_start_up_says_that_matplotlib_is_missing(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_model_without_experts_has_nothing_to_report() -> None:
-    assert FEATURE.idle(context(num_experts=None)) == "the model has no experts"
+    assert FEATURE.idle(context(num_experts=None)) == "there are no experts"
     assert FEATURE.idle(context()) is None
     assert FEATURE.idle(Context("cpu", "0.19.2")) is None
 

@@ -154,7 +154,7 @@ def test_the_numbers_are_stocks() -> None:
 
 def test_idle_without_experts() -> None:
     def why(num_experts: int | None) -> str | None:
-        return moe_out_of_memory.idle(
+        return moe_out_of_memory.FEATURE.idle(
             Context("cpu", "0.19.2", SimpleNamespace(num_experts=num_experts))
         )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accel.device.cpu import memory
 from accel.feature import Context, choose, read_settings
-from accel.ops._dispatch import warn_once
+from accel.log import log_once
 from accel.patches import recompute_activation
 from tests.ops.contract import needs_native
 
@@ -115,7 +115,7 @@ def test_experts_that_keep_their_activation_are_told(caplog: pytest.LogCaptureFi
         "moe_token_dispatcher_type": "alltoall",
         "moe_ffn_hidden_size": 128,
     }
-    warn_once.cache_clear()
+    log_once.cache_clear()
 
     def said() -> str:
         return "; ".join(r.getMessage() for r in caplog.records if r.name == "accel")

@@ -67,7 +67,7 @@ def test_a_configuration_that_leaves_nothing_to_swap_is_told(
 ) -> None:
     """As on a command line, where it is idle."""
     said: list[str] = []
-    monkeypatch.setattr(swap_attention, "warn_once", lambda feature, line: said.append(line))
+    monkeypatch.setattr(swap_attention, "log_once", lambda feature, line: said.append(line))
     monkeypatch.setattr(swap_attention, "ON", [SimpleNamespace(modules=())])
     layer = SimpleNamespace(config=SimpleNamespace(**given))
     swap_attention.choosing(lambda self: None)(layer)

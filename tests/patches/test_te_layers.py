@@ -17,7 +17,7 @@ import torch
 import accel
 from accel.feature import Context
 from accel.layers import stand_in
-from accel.ops._dispatch import warn_once
+from accel.log import log_once
 from accel.patches import te_layers
 from accel.patches.spec_checkpoints import as_saved, other_order, refuse_other_order
 from accel.patches.te_layers import VERSIONS
@@ -399,7 +399,7 @@ except ImportError:
     other.HAVE_TE = False
     monkeypatch.setitem(sys.modules, other.__name__, other)
     assert te_layers.asked_before() == ["my_layer_specs"]
-    warn_once.cache_clear()
+    log_once.cache_clear()
     accel.enable(preset="off", device="cpu")
     accel.disable()
     (line,) = (r.getMessage() for r in caplog.records if "HAVE_TE is False" in r.getMessage())

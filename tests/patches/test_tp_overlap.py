@@ -184,7 +184,7 @@ def test_which_row_layers_are_served(
     assert calls == [None], "while nothing overlaps upstream's own code runs"
     if stays:
         said: list[str] = []
-        monkeypatch.setattr(_linear, "warn_once", lambda feature, line: said.append(line))
+        monkeypatch.setattr(_linear, "log_once", lambda feature, line: said.append(line))
         off = overlap.switch_on(Overlap(2))
         forward(layer, 1)
         off()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accel.feature import Context, choose
-from accel.ops._dispatch import warn_once
+from accel.log import log_once
 from accel.patches import FEATURES, unbuffered_gradients
 from accel.upstream import SUPPORTED_MEGATRON
 from tests.ops.contract import needs_native
@@ -36,7 +36,7 @@ def unbuffered(micro_batches: int = 1) -> Iterator[None]:
     init = DistributedDataParallel.__init__
     batches.init_num_microbatches_calculator(0, None, micro_batches, 1, 1)
     DistributedDataParallel.__init__ = unbuffered_gradients.without_buffer(init)
-    warn_once.cache_clear()
+    log_once.cache_clear()
     try:
         yield
     finally:

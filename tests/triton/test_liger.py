@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from accel._peers import LIBRARIES, trials
+from accel.log import log_once
 from accel.ops import _dispatch, _peers, rms_norm, rms_norm_ref, swiglu
 from accel.ops._kernel_choice import Choice
 from accel.ops.activation import activation_ref
@@ -215,7 +216,7 @@ def test_what_is_not_taken_is_told_and_served_by_ours(served, caplog):
     x = torch.randn(4, 16, device=DEVICE)
     bias = torch.randn(16, device=DEVICE)
     swiglu(x)
-    _peers._warn_once.cache_clear()
+    log_once.cache_clear()
     served.clear()
     with caplog.at_level(logging.WARNING, "accel"):
         for _ in range(2):

@@ -22,12 +22,10 @@ Limits      causal (with a window to the left, if any) or no mask at all; each s
 
 from __future__ import annotations
 
-import functools
-import logging
-
 import torch
 from torch import Tensor
 
+from accel.log import log_once
 from accel.ops.attention import QUERIES_DRAWN
 from accel.parallel.context.documents import attention_in_documents
 from accel.parallel.context.gathered import attention_to_gathered
@@ -38,8 +36,6 @@ from accel.parallel.context.ring import Ring, ring_attention
 from accel.parallel.context.zigzag import token_order, whole_sequence
 
 __all__ = ["context_attention"]
-
-logger = logging.getLogger("accel")
 
 
 def context_attention(
@@ -98,9 +94,10 @@ def context_attention(
     order = token_order(bounds, num_tokens, groups.size)
     chunk = bounds.diff() // (2 * groups.ranks_by_keys)
     if attention.dropout and groups.keys is not None and (chunk % QUERIES_DRAWN).any():
-        _say_once(
-            f"context parallelism with attention dropout: chunks that are no multiple of {QUERIES_DRAWN} "
-            "tokens drop other elements than one rank would, as many"
+        log_once(
+            "context parallelism with attention dropout",
+            f"chunks that are no multiple of {QUERIES_DRAWN} tokens drop other elements than one rank would, "
+            "as many",
         )
     if groups.heads is None:
         return _over_keys(attention, q, k, v, groups, causal, window, starts, documents, ring)
@@ -143,7 +140,7 @@ def _over_keys(
             attention, q, k, v, groups.keys, causal=causal, starts=starts, ring=ring
         )
     if groups.ring:
-        _say_once(f"context parallelism: no ring for {gathers}: keys and values are gathered")
+        log_once("context parallelism", f"no ring for {gathers}: keys and values are gathered")
     return attention_to_gathered(
         *(attention, q, k, v, groups.keys),
         causal=causal,
@@ -151,8 +148,3 @@ def _over_keys(
         starts=starts,
         documents=documents,
     )
-
-
-@functools.cache
-def _say_once(line: str) -> None:
-    logger.warning(line)
