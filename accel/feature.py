@@ -3,7 +3,7 @@
 A feature knows nothing of how it is asked for (flags, ``accel.enable()``) nor of what the others
 do; :func:`choose` turns what was asked for into a list of :class:`Choice`, one for each feature,
 with the reason for everything that is not active. Imports nothing of accel but
-:mod:`accel.patching`.
+:mod:`accel.patching` and :mod:`accel.upstream`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Literal
 from packaging.specifiers import SpecifierSet
 
 from accel.patching import Patch, replaced_by
+from accel.upstream import flag_of
 
 __all__ = [
     "PRESETS",
@@ -80,7 +81,7 @@ class Setting:
         return f"{feature}_{self.name}" if self.name else feature
 
     def flag(self, feature: str) -> str:
-        return "--accel-" + self.key(feature).replace("_", "-")
+        return flag_of("accel_" + self.key(feature))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,7 @@ class Feature:
 
     @property
     def flag(self) -> str:
-        return "--accel-" + self.name.replace("_", "-")
+        return flag_of("accel_" + self.name)
 
     @property
     def doc(self) -> str:
@@ -243,7 +244,7 @@ def _asked(features: Sequence[Feature], preset: str, explicit: Mapping[str, Any]
             if explicit.get(needed) is not False:
                 asked.setdefault(needed, f"required by {f.name}")
             elif asked[f.name] == "flag":
-                flag = f"--accel-{needed.replace('_', '-')}"
+                flag = flag_of("accel_" + needed)
                 raise ValueError(f"{f.flag} needs {flag}, which was turned off")
     return asked
 
@@ -336,9 +337,9 @@ def _relieved(choice: Choice, why: str | None) -> Choice:
 def _clash(feature: Feature, wishes: _Wishes, context: Context) -> str | None:
     for other, why in feature.conflicts.items():
         if other in wishes.asked and not wishes.resting.keys() & {other, feature.name}:
-            return f"{feature.flag} and --accel-{other.replace('_', '-')} exclude each other: {why}"
+            return f"{feature.flag} and {flag_of('accel_' + other)} exclude each other: {why}"
         if getattr(context.args, other, None):
-            return f"{feature.flag} and --{other.replace('_', '-')} exclude each other: {why}"
+            return f"{feature.flag} and {flag_of(other)} exclude each other: {why}"
     reason = feature.refuses(context)
     return f"{feature.flag}: {reason}" if reason else None
 

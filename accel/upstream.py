@@ -1,5 +1,5 @@
-"""Which Megatron: the versions that accel is tested against, and the one that would be imported; and
-whether Transformer Engine is beside it.
+"""Which Megatron: the versions that accel is tested against, and the one that would be imported; how it
+spells its flags; and whether Transformer Engine is beside it.
 
 Needs neither torch nor Megatron.
 """
@@ -15,6 +15,7 @@ from typing import Any
 __all__ = [
     "SUPPORTED_MEGATRON",
     "SUPPORTED_RANGE",
+    "flag_of",
     "fused_adam_installed",
     "fused_adam_library",
     "megatron_folder",
@@ -34,6 +35,11 @@ holes in checkpoint loading."""
 
 SUPPORTED_RANGE = ">=0.17.1,<0.20"
 """PEP 440 range that spans them, for features that hold on all."""
+
+
+def flag_of(name: str) -> str:
+    """The flag of an attribute of Megatron's arguments."""
+    return "--" + name.replace("_", "-")
 
 
 def megatron_folder() -> Path | None:
@@ -94,11 +100,10 @@ def te_has_its_own(context: Any) -> str | None:
 
 def te_kernel_for(flag: str) -> Callable[[Any], str | None]:
     """For ``Feature.aside``: that a flag of Megatron's takes Transformer Engine's kernel."""
-    option = "--" + flag.replace("_", "-")
 
     def told(context: Any) -> str | None:
         theirs = te_installed() and getattr(context.args, flag, False)
-        return f"not for {option}, whose kernel is Transformer Engine's" if theirs else None
+        return f"not for {flag_of(flag)}, whose kernel is Transformer Engine's" if theirs else None
 
     return told
 

@@ -24,9 +24,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from accel.memory.host_adam import REPLICATED, HostAdam
 from accel.memory.precision_aware_adam import MASTER, PrecisionAwareAdam
 from accel.ops import l2_norm
+from accel.patches._settings import first_given
 from accel.patches._told import told
 from accel.patching import Patch
-from accel.upstream import fused_adam_library, te_installed
+from accel.upstream import flag_of, fused_adam_library, te_installed
 
 __all__ = [
     "CLIPPING",
@@ -93,10 +94,8 @@ def refused(options: Any) -> str | None:
     """Why the inner optimizer cannot keep the masters under these."""
     if reason := without_masters(options):
         return reason
-    for option, why in _EXCLUDED.items():
-        if getattr(options, option, False):
-            return f"--{option.replace('_', '-')}: {why}"
-    return None
+    option = first_given(_EXCLUDED, options)
+    return option and f"{flag_of(option)}: {_EXCLUDED[option]}"
 
 
 def _wanted(config: Any, *, any_way: bool = False) -> list[str]:
@@ -132,7 +131,7 @@ def configured(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
 def _asked_of(model_chunks: Any) -> str | None:
     """Which of these options a model's configuration has, or its wrapper's; an optimizer's has not all."""
     owners = [getattr(c, name, None) for c in model_chunks for name in ("config", "ddp_config")]
-    return next((o for o in _EXCLUDED if any(getattr(x, o, False) for x in owners)), None)
+    return first_given(_EXCLUDED, *owners)
 
 
 def built(build: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from accel.feature import Context
+from accel.upstream import flag_of
 
 __all__ = [
+    "first_given",
     "idle_without",
     "needs_flags",
     "no_experts",
@@ -25,9 +27,15 @@ def idle_without(*names: str) -> Callable[[Context], str | None]:
         missing = [name for name in names if not getattr(context.args, name, None)]
         if context.args is None or not missing:
             return None
-        return f"--{missing[0].replace('_', '-')} is not given"
+        return f"{flag_of(missing[0])} is not given"
 
     return idle
+
+
+def first_given(options: Iterable[str], *owners: Any) -> str | None:
+    """The first of Megatron's options that arguments or configurations have on; "none" is off."""
+    off = (None, False, "none")
+    return next((o for o in options if any(getattr(x, o, None) not in off for x in owners)), None)
 
 
 def no_experts(context: Context) -> str | None:

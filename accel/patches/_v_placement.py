@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from accel.patching import Patch
+from accel.upstream import flag_of
 
 __all__ = ["IN_A_V", "PATCHES", "MirroredGroup", "refusal", "running", "switch_on"]
 
@@ -133,7 +134,7 @@ def refusal(args: Any) -> str | None:
         )
     for option in ("ckpt_format", "ckpt_convert_format"):
         if getattr(args, option, None) == "torch":
-            flag = f"--{option.replace('_', '-')}"
+            flag = flag_of(option)
             return (
                 f"{flag} torch writes files that other placements would read without an error: give "
                 f"{flag} torch_dist"

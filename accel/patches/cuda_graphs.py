@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from accel.feature import Context, Feature
-from accel.upstream import SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_RANGE, flag_of
 
 _SWITCHES = ("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph")
 _MODULES = ("cuda_graph_scope", "cuda_graph_modules")
@@ -42,12 +42,11 @@ def _asked(args: Any) -> list[str]:
     """The flags that make graphs; none under yaml, where they are nested."""
     impl = getattr(args, "cuda_graph_impl", None) or "none"
     asked = [f"--cuda-graph-impl {impl}"] if impl != "none" else []
-    asked += [f"--{name.replace('_', '-')}" for name in _SWITCHES if getattr(args, name, False)]
+    asked += [flag_of(name) for name in _SWITCHES if getattr(args, name, False)]
     for name in ("cuda_graph_scope_deprecated", "cuda_graph_modules"):
         # from 0.18 on a word, which Megatron takes for an implementation
         if impl == "none" and "full_iteration" in (getattr(args, name, None) or ()):
-            flag = name.removesuffix("_deprecated").replace("_", "-")
-            asked.append(f"--{flag} full_iteration")
+            asked.append(f"{flag_of(name.removesuffix('_deprecated'))} full_iteration")
     return asked
 
 

@@ -36,10 +36,16 @@ from accel.parallel.experts.migration import bring, new_order
 from accel.parallel.experts.plan import longest_over_mean, moving_average, plan_migration
 from accel.patches._expert_counts import ROUTING, layer_of, of_all_ranks, uncounted_routers
 from accel.patches._param_states import ParamStates
-from accel.patches._settings import no_experts, not_negative, one_expert_rank, whole_number
+from accel.patches._settings import (
+    first_given,
+    no_experts,
+    not_negative,
+    one_expert_rank,
+    whole_number,
+)
 from accel.patching import Patch
 from accel.start_up import say
-from accel.upstream import SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_RANGE, flag_of
 
 __all__ = ["FEATURE", "ON", "Migration"]
 
@@ -207,6 +213,18 @@ def parse_threshold(given: Any) -> float:
     return not_negative(given, "drop of a standard deviation over a mean")
 
 
+_EXCLUDED = (
+    "fp8",
+    "fp4",
+    "use_megatron_fsdp",
+    "use_torch_fsdp2",
+    "optimizer_cpu_offload",
+    "moe_enable_routing_replay",
+    "moe_router_force_biased",
+    "use_layer_wise_distributed_optimizer",
+)
+
+
 def refused(context: Context) -> str | None:
     args = context.args
     if getattr(args, "moe_router_num_groups", None) or getattr(
@@ -216,18 +234,8 @@ def refused(context: Context) -> str | None:
     optimizer = getattr(args, "optimizer", "adam")
     if optimizer != "adam":
         return f"--optimizer {optimizer}: only Adam's moments can go along"
-    for name in (
-        "fp8",
-        "fp4",
-        "use_megatron_fsdp",
-        "use_torch_fsdp2",
-        "optimizer_cpu_offload",
-        "moe_enable_routing_replay",
-        "moe_router_force_biased",
-        "use_layer_wise_distributed_optimizer",
-    ):
-        if getattr(args, name, None):
-            return f"not with --{name.replace('_', '-')}"
+    if option := first_given(_EXCLUDED, args):
+        return f"not with {flag_of(option)}"
     return uncounted_routers(args)
 
 

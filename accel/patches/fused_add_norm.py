@@ -31,8 +31,9 @@ from accel.layers.residual import ResidualSum, norm_of
 from accel.log import log_once
 from accel.patches._kernels import kernels
 from accel.patches._layers import MAMBA_LAYER, TRANSFORMER_LAYER
+from accel.patches._settings import first_given
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_RANGE, te_serves
+from accel.upstream import SUPPORTED_RANGE, flag_of, te_serves
 
 _HERE = "accel.patches.fused_add_norm"
 SUMS = ("self_attn_bda", "cross_attn_bda", "mlp_bda", "mamba_bda")
@@ -113,12 +114,10 @@ def finding_it(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _refuses(context: Context) -> str | None:
-    args = context.args
-    for name in ("overlap_param_gather", "use_megatron_fsdp", "use_torch_fsdp2"):
-        if getattr(args, name, False):
-            flag = "--" + name.replace("_", "-")
-            return f"{flag}: a norm's weight may come after the sum before it is computed"
-    return _unfit(args)
+    late = ("overlap_param_gather", "use_megatron_fsdp", "use_torch_fsdp2")
+    if option := first_given(late, context.args):
+        return f"{flag_of(option)}: a norm's weight may come after the sum before it is computed"
+    return _unfit(context.args)
 
 
 def _unfit(options: Any) -> str | None:

@@ -41,7 +41,7 @@ from accel.memory.host_adam import Budget, HostOptions
 from accel.memory.host_split import Rates, measure_rates
 from accel.patches._inner_masters import HOST, INNER_MASTERS, WANTED, refused, want
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_RANGE
+from accel.upstream import SUPPORTED_RANGE, flag_of
 
 _GIB = 1 << 30
 
@@ -126,7 +126,7 @@ def _refuses(context: Context) -> str | None:
     if getattr(args, "use_precision_aware_optimizer", False):
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
             if (dtype := getattr(args, name, "fp32")) not in ("fp32", torch.float32):
-                return f"--{name.replace('_', '-')} {dtype}: states on the host are fp32"
+                return f"{flag_of(name)} {dtype}: states on the host are fp32"
     sizes = getattr(args, "accel_host_optimizer", None)
     stages = getattr(args, "pipeline_model_parallel_size", 1)
     if isinstance(sizes, list | tuple) and len(sizes) > 1 and len(sizes) != stages:

@@ -65,7 +65,7 @@ from accel.patches._linear import LINEAR
 from accel.patches._router_state import router_state, unlogged_indexer
 from accel.patches.recompute_modules import megatrons_generators, norms_of, recompute_norms
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_RANGE, te_checkpoints
+from accel.upstream import SUPPORTED_RANGE, flag_of, te_checkpoints
 
 _HERE = "accel.patches.memory_budget"
 _GIB = 1 << 30
@@ -489,7 +489,7 @@ def _advice(short: int, layers: Sequence[tuple[Any, Measured]]) -> str:
     numel = sum(p.numel() for layer, _ in layers for p in layer.parameters())
     for name, each in ((SHARED, 2), (HOST, 12)):
         if name not in WANTED and each * numel >= short:
-            flag = f"--accel-{name.replace('_', '-')}"
+            flag = flag_of(f"accel_{name}")
             return f"{flag} would, with up to {each * numel / _GIB:.3f} GiB of these layers"
     return "more tensor or pipeline parallelism would, or a smaller micro-batch"
 

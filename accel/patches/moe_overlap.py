@@ -44,9 +44,9 @@ from accel.parallel.experts.traffic import Traffic
 from accel.parallel.free_memory import free_bytes
 from accel.patches import _experts
 from accel.patches._expert_counts import layer_of, number_of
-from accel.patches._settings import no_experts, one_expert_rank, whole_number
+from accel.patches._settings import first_given, no_experts, one_expert_rank, whole_number
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_RANGE, te_layers_asked
+from accel.upstream import SUPPORTED_RANGE, flag_of, te_layers_asked
 
 _HERE = "accel.patches.moe_overlap"
 _LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
@@ -57,6 +57,14 @@ _RELIEVED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 _NOTHING = object()
+
+
+_EXCLUDED = (
+    "overlap_moe_expert_parallel_comm",
+    "overlap_dispatch_backward_with_experts_wgrad",
+    "delay_wgrad_compute",
+    "moe_paged_stash",
+)
 
 
 def unserved(layer: Any) -> str | None:
@@ -70,14 +78,8 @@ def unserved(layer: Any) -> str | None:
         return "experts that are split over tensor-parallel ranks"
     if config.moe_router_padding_for_quantization:
         return "--moe-router-padding-for-quantization"
-    for name in (
-        "overlap_moe_expert_parallel_comm",
-        "overlap_dispatch_backward_with_experts_wgrad",
-        "delay_wgrad_compute",
-        "moe_paged_stash",
-    ):
-        if getattr(config, name, False):
-            return "--" + name.replace("_", "-")
+    if option := first_given(_EXCLUDED, config):
+        return flag_of(option)
     if getattr(config, "cuda_graph_impl", "none") != "none":
         return f"--cuda-graph-impl {config.cuda_graph_impl}"
     if config.transformer_impl == "inference_optimized":

@@ -55,8 +55,8 @@ from accel.parallel.schedule.names import (
 )
 from accel.patches import _linear, _split_backward, _v_placement
 from accel.patches._pipeline import DRIVER, WANTED, measuring, refused
-from accel.patches._settings import needs_flags
-from accel.upstream import SUPPORTED_RANGE, te_layers_asked
+from accel.patches._settings import first_given, needs_flags
+from accel.upstream import SUPPORTED_RANGE, flag_of, te_layers_asked
 
 NAMES = (INTERLEAVED, *NAMED)
 
@@ -122,14 +122,14 @@ def _refuses(context: Context) -> str | None:
 
 def _parts_refused(args: Any) -> str | None:
     """Why backward passes cannot be in two parts."""
-    for flag, why in {
+    excluded = {
         "use_megatron_fsdp": "FSDP frees weights behind each backward",
         "use_torch_fsdp2": "FSDP frees weights behind each backward",
         "delay_wgrad_compute": "it puts off the same gradients",
         "defer_embedding_wgrad_compute": "it puts off the same gradients",
-    }.items():
-        if getattr(args, flag, False):
-            return f"not with --{flag.replace('_', '-')}: {why}"
+    }
+    if option := first_given(excluded, args):
+        return f"not with {flag_of(option)}: {excluded[option]}"
     for size, flag in {
         "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",
         "expert_gtp_weight_remat_size": "--expert-tensor-parallel-num-weight-shards",

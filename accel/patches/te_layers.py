@@ -57,7 +57,7 @@ from accel.log import log_once
 from accel.patches._told import told
 from accel.patches.fused_attention import PACKING
 from accel.patching import AUDIENCE, Patch, aliases
-from accel.upstream import SUPPORTED_RANGE, te_installed, te_serves
+from accel.upstream import SUPPORTED_RANGE, flag_of, te_installed, te_serves
 
 HAVE_TE = True
 
@@ -586,7 +586,7 @@ def prepare(context: Context) -> list[str]:
         return []
     refuse_quantized(args)
     _refuse_packs(context)
-    of_logits = [_flag_of(name) for name in _OF_LOGITS if getattr(args, name, False)]
+    of_logits = [flag_of(name) for name in _OF_LOGITS if getattr(args, name, False)]
     if of_logits and not (getattr(args, "bf16", False) or getattr(args, "fp16", False)):
         raise ValueError(
             f"{' '.join(of_logits)} in fp32: Megatron looks for the layers behind the wrapper of its 16 bit "
@@ -604,16 +604,12 @@ def _refuse_packs(context: Context) -> None:
     packing = [name for name in PACKING if getattr(context.args, name, False)]
     if getattr(context.args, "hybrid_context_parallel", False):
         packing += [] if context.megatron.startswith("0.17.") else ["hybrid_context_parallel"]
-    asked = [_flag_of(name) for name in _OF_LOGITS if getattr(context.args, name, False)]
+    asked = [flag_of(name) for name in _OF_LOGITS if getattr(context.args, name, False)]
     if packing and asked:
         raise ValueError(
-            f"{' '.join(asked)} with {' '.join(map(_flag_of, packing))}: accel's layers have that for whole "
+            f"{' '.join(asked)} with {' '.join(map(flag_of, packing))}: accel's layers have that for whole "
             "sequences, not for packed ones: leave one of them out"
         )
-
-
-def _flag_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _idle(context: Context) -> str | None:

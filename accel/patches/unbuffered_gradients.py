@@ -31,8 +31,9 @@ from accel.feature import Context, Feature
 from accel.log import log_once
 from accel.ops import l2_norm
 from accel.patches._inner_masters import refused
+from accel.patches._settings import first_given
 from accel.patching import Patch
-from accel.upstream import SUPPORTED_RANGE, fused_adam_library
+from accel.upstream import SUPPORTED_RANGE, flag_of, fused_adam_library
 
 _HERE = "accel.patches.unbuffered_gradients"
 _NAME = "unbuffered_gradients"
@@ -83,10 +84,8 @@ def buffered(context: Context) -> str | None:
 
 def _asked_of(owner: Any) -> str | None:
     """The option that needs the buffer, of arguments or a configuration."""
-    for option, why in _BUFFERED.items():
-        if getattr(owner, option, None) not in (None, False, "none"):
-            return f"--{option.replace('_', '-')}: {why}"
-    return None
+    option = first_given(_BUFFERED, owner)
+    return option and f"{flag_of(option)}: {_BUFFERED[option]}"
 
 
 def without_fusion(configure: Callable[..., Any]) -> Callable[..., Any]:
