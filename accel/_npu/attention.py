@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel._npu.kept import host_list, kept
+from accel._npu.kept import KEPT, host_list
 from accel.ops._dispatch import log_fallback
 from accel.ops.attention import NO_LIMIT, attention_gradients_ref, attention_ref
 
@@ -129,12 +129,13 @@ def _seen(
 ) -> _Seen:
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return _seen_of_batch(q, k, *window)
-    other = tuple(host_list(cu_seqlens_k))
-    return kept(
+    seen: _Seen = KEPT.get(
         cu_seqlens_q,
-        ("seen", other, len(q), len(k), q.device, *window),
-        lambda: _seen_of_pack(q, k, cu_seqlens_q, cu_seqlens_k, *window),
+        cu_seqlens_k,
+        find=lambda: _seen_of_pack(q, k, cu_seqlens_q, cu_seqlens_k, *window),
+        about=("seen", len(q), len(k), q.device, *window),
     )
+    return seen
 
 
 def _reason(

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel._npu.kept import kept
+from accel._npu.kept import KEPT
 from accel.ops.grouped_gemm import add_wgrad_loop, product_loop, wgrad_loop
 
 __all__ = ["KERNELS", "add_weight_gradient", "product", "weight_gradient"]
@@ -59,7 +59,9 @@ def _ends(
             return ends
         return ends.pin_memory().to(device, non_blocking=True)
 
-    return kept(tokens_per_expert, ("ends", num_rows, device, more_rows), find)
+    about = "ends", num_rows, device, more_rows
+    ends: Tensor = KEPT.get(tokens_per_expert, find=find, about=about)
+    return ends
 
 
 def _zeros_from(end: Tensor, rows: Tensor) -> Tensor:

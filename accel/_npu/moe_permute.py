@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel._npu.kept import kept
+from accel._npu.kept import KEPT
 
 __all__ = ["KERNELS"]
 
@@ -76,7 +76,8 @@ def _places(row_map: Tensor, num_tokens: int) -> Tensor | None:
             return None
         return tokens.float().argsort(stable=True).to(torch.int32)  # exact: there are few enough
 
-    return kept(row_map, ("places", num_tokens), look)
+    places: Tensor | None = KEPT.get(row_map, find=look, about=("places", num_tokens))
+    return places
 
 
 def _weight_of_row(probs: Tensor, row_map: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ Sizes that their documentation does not name take plain PyTorch in fp32.
 import torch
 from torch import Tensor
 
-from accel._npu.kept import host_list, kept
+from accel._npu.kept import KEPT, host_list
 from accel.ops.rope import packed_rows
 
 __all__ = ["KERNELS", "rope"]
@@ -34,12 +34,11 @@ def rope(
 ) -> list[Tensor]:
     """`accel::rope`."""
     if cu_seqlens is not None:
-        row_of_token = kept(
+        how = cp_size, cp_rank, len(xs[0]), len(cos)
+        row_of_token = KEPT.get(
             cu_seqlens,
-            ("rows", cp_size, cp_rank, len(xs[0]), len(cos), cos.device),
-            lambda: packed_rows(host_list(cu_seqlens), cp_size, cp_rank, len(xs[0]), len(cos)).to(
-                cos.device
-            ),
+            find=lambda: packed_rows(host_list(cu_seqlens), *how).to(cos.device),
+            about=("rows", *how, cos.device),
         )
         cos, sin = cos.index_select(0, row_of_token), sin.index_select(0, row_of_token)
     if any(x.shape[0] > len(cos) for x in xs):
@@ -101,11 +100,12 @@ def _table(
     table: Tensor, num_rows: int, width: int, dtype: torch.dtype, interleaved: bool
 ) -> Tensor:
     """cos or sin as torch-npu wants it: `[S, 1 or B, 1, R]` in the dtype of what is turned."""
-    return kept(
+    found: Tensor = KEPT.get(
         table,
-        ("table", num_rows, width, dtype, interleaved),
-        lambda: _wide_table(table, num_rows, width, interleaved).to(dtype).contiguous(),
+        find=lambda: _wide_table(table, num_rows, width, interleaved).to(dtype).contiguous(),
+        about=("table", num_rows, width, dtype, interleaved),
     )
+    return found
 
 
 def _wide_table(table: Tensor, num_rows: int, width: int, interleaved: bool) -> Tensor:

@@ -20,7 +20,11 @@ class _Finding(NamedTuple):
 
 
 class Findings:
-    """Kept as long as the tensors live and nobody writes to them."""
+    """Kept as long as the tensors live and nobody writes to them.
+
+    Writes that PyTorch does not count, a collective into a tensor or one into its `data`, are not seen: give
+    a new tensor instead.
+    """
 
     def __init__(self) -> None:
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -49,7 +53,9 @@ class Findings:
             found = find()
         others = tuple(weakref.ref(t) for t in tensors[1:])
         versions = tuple(t._version for t in tensors)
-        self._kept.setdefault(tensors[0], {})[about] = _Finding(others, versions, found)
+        before = self._kept.get(tensors[0], {})
+        current = {a: f for a, f in before.items() if f.versions[0] == versions[0]}
+        self._kept[tensors[0]] = {**current, about: _Finding(others, versions, found)}
         return found
 
     def _of(self, tensors: tuple[Tensor, ...], about: Hashable) -> _Finding | None:

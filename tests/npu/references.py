@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from accel._npu.kept import kept
+from accel._npu.kept import KEPT
 from tests.npu.conformance import FLOATS, need, reference
 
 NORM_DTYPES = {
@@ -330,7 +330,7 @@ def _need_mask(mask: Tensor | None, sparse_mode: int) -> None:
     need(sparse_mode in (2, 3, 4), f"sparse_mode {sparse_mode} is not written here")
     need(mask.dtype in (torch.bool, torch.uint8), f"mask {mask.dtype}")
     need(mask.shape == (2048, 2048) and mask.is_contiguous(), f"mask {mask.shape}")
-    as_documented = kept(mask, "compressed", lambda: _hides_what_is_later(mask))
+    as_documented = KEPT.get(mask, find=lambda: _hides_what_is_later(mask))
     need(as_documented, "the compressed mask hides what is above the diagonal")
 
 

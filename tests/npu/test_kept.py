@@ -1,25 +1,15 @@
 """What is kept between calls lives and changes with its tensor."""
 
-import gc
-import weakref
-
 import torch
 
 from accel._npu import moe_permute
-from accel._npu.kept import host_list, kept
+from accel._npu.kept import KEPT, host_list
 from accel.ops import moe_permute as permute
 from accel.ops import moe_row_map, moe_unpermute
 from tests.npu.harness import npu_kernels
 from tests.npu.test_moe_permute import regular_map
 
 __all__ = ["npu_kernels"]
-
-
-def test_is_made_once_for_each_name():
-    x, made = torch.ones(3), []
-    for name in ("a", "a", ("a", 1), "a"):
-        kept(x, name, lambda name=name: made.append(name))
-    assert made == ["a", ("a", 1)]
 
 
 def test_a_change_in_place_is_seen():
@@ -32,17 +22,6 @@ def test_a_change_in_place_is_seen():
 def test_equal_tensors_are_not_the_same():
     assert host_list(torch.tensor([1])) == [1]
     assert host_list(torch.tensor([2])) == [2]
-
-
-def test_is_gone_with_the_tensor():
-    x, result = torch.ones(3), torch.ones(2)
-    gone = weakref.ref(result)
-    kept(x, "result", [result].pop)
-    del result
-    assert gone() is not None
-    del x
-    gc.collect()
-    assert gone() is None
 
 
 def test_inference_tensors_keep_nothing():
@@ -59,7 +38,7 @@ def test_the_backward_knows_what_the_forward_saw(npu_kernels, monkeypatch):
     monkeypatch.setattr(
         moe_permute,
         "_places",
-        lambda row_map, num_tokens: kept(row_map, "test", lambda: looks.append(1)),
+        lambda row_map, num_tokens: KEPT.get(row_map, find=lambda: looks.append(1), about="test"),
     )
     x = torch.randn(11, 6, requires_grad=True)
     row_map = moe_row_map(regular_map())

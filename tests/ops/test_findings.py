@@ -29,6 +29,17 @@ def test_tensors_are_read_once_and_again_when_they_are_written_to():
     assert get.looked == 3
 
 
+def test_what_was_found_before_a_write_is_let_go():
+    findings, a = Findings(), torch.ones(3)
+    gone = weakref.ref(findings.get(a, find=lambda: torch.ones(2), about="before"))
+    findings.get(a, find=lambda: None, about="beside")
+    assert gone() is not None
+    a.add_(1)
+    findings.get(a, find=lambda: None, about="after")
+    gc.collect()
+    assert gone() is None
+
+
 def test_another_tensor_or_question_is_another_finding():
     get, a, b = Counted(), torch.ones(3), torch.ones(2)
     assert get(a, b) == 5

@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from accel.ops.findings import Findings
 from accel.parallel.context.groups import ContextGroups
 from accel.parallel.context.parts import Attention, Part
 from accel.parallel.context.zigzag import token_order, whole_sequence
@@ -22,8 +22,8 @@ __all__ = ["attention_in_documents", "documents_of"]
 _ROWS_AT_ONCE = 256
 """A mask is read in slices of so many queries, so that no second mask is made."""
 
-_KNOWN: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Mask tensor -> its version counter and its first keys: all layers get the same one."""
+_FIRST_KEYS = Findings()
+"""Of masks: all layers get the same one."""
 
 
 def documents_of(mask: Tensor, groups: ContextGroups, *, causal: bool) -> Tensor | None:
@@ -37,14 +37,9 @@ def documents_of(mask: Tensor, groups: ContextGroups, *, causal: bool) -> Tensor
     Raises:
         ValueError: on all ranks, a mask that hides more than later tokens and other documents (a window).
     """
-    if mask.is_inference():  # which count no changes
-        return _read(mask, groups, causal)
-    known = _KNOWN.get(mask)
-    read = (mask._version, causal)
-    if known is None or known[0] != read:
-        known = (read, _read(mask, groups, causal))
-        _KNOWN[mask] = known
-    first: Tensor | None = known[1]
+    first: Tensor | None = _FIRST_KEYS.get(
+        mask, find=lambda: _read(mask, groups, causal), about=causal
+    )
     return first
 
 
