@@ -5,16 +5,14 @@ import torch
 
 from accel.ops import adamw, adamw_ref
 from accel.testing.tolerance import assert_close_to_baseline
-from tests.cuda.harness import DEVICE, HAS_GPU, OnCuda, cuda_kernels, kernels_called, needs_kernels
+from tests.cuda.harness import DEVICE, OnCuda, cuda_kernels, kernels_called, needs_kernels
 from tests.ops import test_adamw, test_remainder
 from tests.ops.contract import Inputs
-from tests.triton.in_place import in_place_on_device
+from tests.triton.in_place import STEPS, AdamwOnDevice
 
 __all__ = ["cuda_kernels"]
 
 HYPER = test_adamw.HYPER
-STEPS = 4
-"""Position of the steps among the arguments."""
 CHUNK = 8192
 """Elements of a block, which takes 1024 at a time."""
 TENSORS = 59
@@ -48,50 +46,16 @@ class TestAdamw(OnCuda, test_adamw.TestAdamw):
         self.check(Inputs(tensors, options, constants=range(len(tensors))))
 
 
-@pytest.fixture(params=["steps beside the params", "steps on the host"][: 1 + HAS_GPU])
-def on_cuda(request, cuda_kernels, monkeypatch):
-    """The tests of the CPU's kernel, which call `adamw`, with this one."""
-    stay = (STEPS,) if request.param == "steps on the host" else ()
-    moved = in_place_on_device(adamw, stay)
-    monkeypatch.setattr(test_adamw, "adamw", moved)
-    monkeypatch.setattr(test_remainder, "adamw", moved)
+@needs_kernels
+@pytest.mark.usefixtures("cuda_kernels")
+class TestSteps(AdamwOnDevice, test_adamw.StepContract):
+    pass
 
 
 @needs_kernels
-@pytest.mark.usefixtures("on_cuda")
-class TestAsOnTheCpu:
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-    def test_copies_are_rounded_to_nearest_even(self, dtype):
-        test_adamw.test_copies_are_the_weights_rounded_to_nearest_even(dtype)
-
-    def test_infinity_and_nan_reach_the_weight(self):
-        test_adamw.test_infinity_and_nan_reach_the_weight()
-
-    def test_a_shared_step_counts_as_in_torch(self):
-        test_adamw.test_a_step_that_parameters_share_counts_as_in_torch()
-
-    @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
-    def test_ten_steps(self, kind):
-        test_adamw.test_ten_steps_are_as_exact_as_torchs_optimizer(kind)
-
-    def test_the_weight_is_rounded_and_the_master_comes_back(self):
-        some = test_remainder.SOME
-        assert test_remainder.check(some, *test_remainder.by_kernel(some)) > 32_000
-
-    @pytest.mark.parametrize(
-        ("dtype", "decoupled"), [(torch.float32, True), (torch.bfloat16, False)]
-    )
-    def test_a_step_on_pairs_is_a_step_on_the_masters(self, dtype, decoupled):
-        test = test_remainder.test_a_step_on_pairs_is_a_step_on_the_masters.hypothesis.inner_test
-        test(
-            shapes=[(), (0,), (13, 9), (CHUNK + 2,)], grad_dtype=dtype, seed=1, decoupled=decoupled
-        )
-
-    def test_a_step_from_a_weight_that_was_set_to_zero(self):
-        test_remainder.test_a_step_from_a_weight_that_was_set_to_zero()
-
-    def test_the_reference_keeps_pairs_as_the_kernel_does(self):
-        test_remainder.test_the_reference_keeps_pairs_as_the_kernel_does()
+@pytest.mark.usefixtures("cuda_kernels")
+class TestPairs(AdamwOnDevice, test_remainder.PairContract):
+    shapes = ((), (0,), (13, 9), (CHUNK + 2,))
 
 
 def some_step(lengths: list[int], offset: int = 0) -> list[list[torch.Tensor]]:
@@ -154,22 +118,6 @@ class TestLaunches:
             for t, p, r in zip(rows[position], plain[position], reference[position], strict=True):
                 assert_close_to_baseline(t, p, r, roundings=test_adamw.ROUNDINGS)
         assert [float(t) for t in rows[STEPS]] == [float(t) for t in plain[STEPS]]
-
-    @pytest.mark.parametrize(
-        ("position", "value"),
-        next(
-            mark.args[1]
-            for mark in test_adamw.test_the_kernel_checks_again.pytestmark
-            if mark.name == "parametrize"
-        ),
-    )
-    def test_the_kernel_checks_again(self, position, value):
-        arguments = [[torch.ones(4)], [torch.ones(4)], [torch.ones(4)], [torch.ones(4)]]
-        arguments += [[torch.tensor(0.0)], [], []]
-        arguments[position] = value
-        step = in_place_on_device(torch.ops.accel.adamw_)
-        with pytest.raises(ValueError, match="adamw"):
-            step(*arguments, None, 1e-3, 0.9, 0.95, 1e-8, 0.1, True, True)
 
     def test_autograd_sees_the_change(self):
         w = torch.ones(8, requires_grad=True, device=DEVICE)

@@ -133,78 +133,105 @@ def test_any_shapes_and_options(
     TestAdamw().check(Inputs(tensors, options, constants=range(len(tensors))))
 
 
-@needs_native
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
-def test_ten_steps_are_as_exact_as_torchs_optimizer(kind):
-    draw = torch.Generator().manual_seed(0)
-    start = [torch.randn(n, generator=draw) for n in (4096, 37)]
-    grads = [[torch.randn(w.shape, generator=draw) for w in start] for _ in range(10)]
-    hyper = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+class StepContract:
+    """What a step writes, whoever computes it: a derived class says what `step` and `kernel` are."""
 
-    def by_torch(dtype: torch.dtype) -> list[Tensor]:
-        params = [torch.nn.Parameter(w.to(dtype)) for w in start]
-        optimizer = kind(params, **hyper, foreach=False)
+    step = staticmethod(adamw)
+    kernel = staticmethod(torch.ops.accel.adamw_)
+
+    @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+    def test_ten_steps_are_as_exact_as_torchs_optimizer(self, kind):
+        draw = torch.Generator().manual_seed(0)
+        start = [torch.randn(n, generator=draw) for n in (4096, 37)]
+        grads = [[torch.randn(w.shape, generator=draw) for w in start] for _ in range(10)]
+        hyper = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+        def by_torch(dtype: torch.dtype) -> list[Tensor]:
+            params = [torch.nn.Parameter(w.to(dtype)) for w in start]
+            optimizer = kind(params, **hyper, foreach=False)
+            for step in grads:
+                for p, g in zip(params, step, strict=True):
+                    p.grad = g.to(dtype)
+                optimizer.step()
+            states = [optimizer.state[p][key] for key in ("exp_avg", "exp_avg_sq") for p in params]
+            return [*(p.detach() for p in params), *states]
+
+        params, exp_avgs, exp_avg_sqs = ([w.clone() for w in start] for _ in range(3))
+        for moment in (*exp_avgs, *exp_avg_sqs):
+            moment.zero_()
+        steps = [torch.tensor(0.0) for _ in start]
         for step in grads:
-            for p, g in zip(params, step, strict=True):
-                p.grad = g.to(dtype)
-            optimizer.step()
-        states = [optimizer.state[p][key] for key in ("exp_avg", "exp_avg_sq") for p in params]
-        return [*(p.detach() for p in params), *states]
+            decoupled = kind is torch.optim.AdamW
+            self.step(params, step, exp_avgs, exp_avg_sqs, steps, **hyper, decoupled=decoupled)
+        assert [float(t) for t in steps] == [10, 10]
+        for ours, plain, exact in zip(
+            (*params, *exp_avgs, *exp_avg_sqs),
+            by_torch(torch.float32),
+            by_torch(torch.float64),
+            strict=True,
+        ):
+            assert_close_to_baseline(ours, plain, exact)
 
-    params, exp_avgs, exp_avg_sqs = ([w.clone() for w in start] for _ in range(3))
-    for moment in (*exp_avgs, *exp_avg_sqs):
-        moment.zero_()
-    steps = [torch.tensor(0.0) for _ in start]
-    for step in grads:
-        decoupled = kind is torch.optim.AdamW
-        adamw(params, step, exp_avgs, exp_avg_sqs, steps, **hyper, decoupled=decoupled)
-    assert [float(t) for t in steps] == [10, 10]
-    for ours, plain, exact in zip(
-        (*params, *exp_avgs, *exp_avg_sqs),
-        by_torch(torch.float32),
-        by_torch(torch.float64),
-        strict=True,
-    ):
-        assert_close_to_baseline(ours, plain, exact)
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_copies_are_the_weights_rounded_to_nearest_even(self, dtype):
+        # ties of bf16 among them
+        bits = torch.arange(0x3F7F0000, 0x3F820000, 0x400, dtype=torch.int32)
+        special = torch.tensor([0.0, -0.0, 1e38, -3.4e38, 65520.0, 1e-40, torch.inf, torch.nan])
+        weight = torch.cat([bits.view(torch.float32), special, torch.randn(1000) * 1e-6])
+        zeros = [torch.zeros_like(weight) for _ in range(3)]
+        copy = torch.empty_like(weight, dtype=dtype)
+        hyper = {**HYPER, "weight_decay": 0.0}
+        before = weight.clone()
+        self.step([weight], *([z] for z in zeros), [torch.tensor(0.0)], [copy], **hyper)
+        torch.testing.assert_close(weight, before, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(copy, weight.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+    def test_infinity_and_nan_reach_the_weight(self):
+        for bad in (torch.inf, torch.nan):
+            grad = torch.zeros(40)
+            grad[17] = bad
+            w, m, v = torch.ones(40), torch.zeros(40), torch.zeros(40)
+            self.step([w], [grad], [m], [v], [torch.tensor(0.0)], **HYPER)
+            assert w.isfinite().sum() == 39
+            assert not w[17].isfinite()
+
+    def test_a_step_that_parameters_share_counts_as_in_torch(self):
+        """torch's loop adds 1 for each parameter that holds the tensor; so do we."""
+        results = []
+        for step in (self.step, adamw_ref):
+            w, g, m, v = ([torch.full((9,), x), torch.full((9,), x)] for x in (1.0, 0.5, 0.1, 0.2))
+            shared = torch.tensor(2.0)
+            step(w, g, m, v, [shared, shared], **HYPER)
+            assert shared == 4
+            results.append(w)
+        torch.testing.assert_close(*results)
+
+    @pytest.mark.parametrize(
+        ("position", "value"),
+        [
+            (0, [torch.ones(4, dtype=torch.bfloat16)]),
+            (1, [torch.ones(3)]),
+            (1, [torch.ones(8)[::2]]),
+            (1, []),
+            (3, [torch.ones(4, dtype=torch.float64)]),
+            (4, [torch.tensor(1, dtype=torch.int64)]),
+            (4, []),
+            (5, [torch.ones(4, dtype=torch.int32)]),
+            (5, [torch.ones(5)]),
+            (6, [torch.ones(4, dtype=torch.int16)]),
+        ],
+    )
+    def test_the_kernel_checks_again(self, position, value):
+        arguments = [[torch.ones(4)], [torch.ones(4)], [torch.ones(4)], [torch.ones(4)]]
+        arguments += [[torch.tensor(0.0)], [], []]
+        arguments[position] = value
+        with pytest.raises(ValueError, match="adamw"):
+            self.kernel(*arguments, None, 1e-3, 0.9, 0.95, 1e-8, 0.1, True, True)
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_copies_are_the_weights_rounded_to_nearest_even(dtype):
-    bits = torch.arange(0x3F7F0000, 0x3F820000, 0x400, dtype=torch.int32)  # ties of bf16 among them
-    special = torch.tensor([0.0, -0.0, 1e38, -3.4e38, 65520.0, 1e-40, torch.inf, torch.nan])
-    weight = torch.cat([bits.view(torch.float32), special, torch.randn(1000) * 1e-6])
-    zeros = [torch.zeros_like(weight) for _ in range(3)]
-    copy = torch.empty_like(weight, dtype=dtype)
-    hyper = {**HYPER, "weight_decay": 0.0}
-    before = weight.clone()
-    adamw([weight], *([z] for z in zeros), [torch.tensor(0.0)], [copy], **hyper)
-    torch.testing.assert_close(weight, before, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(copy, weight.to(dtype), rtol=0, atol=0, equal_nan=True)
-
-
-@needs_native
-def test_infinity_and_nan_reach_the_weight():
-    for bad in (torch.inf, torch.nan):
-        grad = torch.zeros(40)
-        grad[17] = bad
-        w, m, v = torch.ones(40), torch.zeros(40), torch.zeros(40)
-        adamw([w], [grad], [m], [v], [torch.tensor(0.0)], **HYPER)
-        assert w.isfinite().sum() == 39
-        assert not w[17].isfinite()
-
-
-@needs_native
-def test_a_step_that_parameters_share_counts_as_in_torch():
-    """torch's loop adds 1 for each parameter that holds the tensor; so do we."""
-    results = []
-    for step in (adamw, adamw_ref):
-        w, g, m, v = ([torch.full((9,), x), torch.full((9,), x)] for x in (1.0, 0.5, 0.1, 0.2))
-        shared = torch.tensor(2.0)
-        step(w, g, m, v, [shared, shared], **HYPER)
-        assert shared == 4
-        results.append(w)
-    torch.testing.assert_close(*results)
+class TestSteps(StepContract):
+    """By the CPU's kernel."""
 
 
 @needs_native
@@ -282,27 +309,3 @@ def test_bad_input_is_refused(message):
         adamw(**arguments, **HYPER)
     assert message in str(raised.value)
     assert str(raised.value).startswith("adamw: ")
-
-
-@needs_native
-@pytest.mark.parametrize(
-    ("position", "value"),
-    [
-        (0, [torch.ones(4, dtype=torch.bfloat16)]),
-        (1, [torch.ones(3)]),
-        (1, [torch.ones(8)[::2]]),
-        (1, []),
-        (3, [torch.ones(4, dtype=torch.float64)]),
-        (4, [torch.tensor(1, dtype=torch.int64)]),
-        (4, []),
-        (5, [torch.ones(4, dtype=torch.int32)]),
-        (5, [torch.ones(5)]),
-        (6, [torch.ones(4, dtype=torch.int16)]),
-    ],
-)
-def test_the_kernel_checks_again(position, value):
-    arguments = [[torch.ones(4)], [torch.ones(4)], [torch.ones(4)], [torch.ones(4)]]
-    arguments += [[torch.tensor(0.0)], [], []]
-    arguments[position] = value
-    with pytest.raises(ValueError, match="adamw"):
-        torch.ops.accel.adamw_(*arguments, None, 1e-3, 0.9, 0.95, 1e-8, 0.1, True, True)

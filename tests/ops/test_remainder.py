@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,15 +40,6 @@ SOME = torch.cat(
 """Every upper half with the lower halves that matter, every lower half with some upper ones."""
 
 
-def by_kernel(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The pair that a step with nothing to do makes of `x`: the step splits what it has joined."""
-    weight, remainder = split_remainder(x)
-    zeros = [torch.zeros_like(x) for _ in range(3)]
-    still = {**HYPER, "lr": 0.0, "eps": 1.0}
-    adamw([weight], *([z] for z in zeros), [torch.tensor(0.0)], (), [remainder], **still)
-    return weight, remainder
-
-
 def check(x: Tensor, weight: Tensor, remainder: Tensor) -> int:
     """The weight is `x` in bfloat16, and `x` comes back, but for the ties; how many there were."""
     back, nan = join_remainder(weight, remainder), x.isnan()
@@ -60,9 +53,8 @@ def check(x: Tensor, weight: Tensor, remainder: Tensor) -> int:
     return int(tie.sum())
 
 
-@pytest.mark.parametrize("split", [split_remainder, pytest.param(by_kernel, marks=needs_native)])
-def test_the_weight_is_rounded_to_nearest_and_the_master_comes_back(split) -> None:
-    assert check(SOME, *split(SOME)) > 32_000
+def test_the_weight_is_rounded_to_nearest_and_the_master_comes_back() -> None:
+    assert check(SOME, *split_remainder(SOME)) > 32_000
 
 
 def test_a_number_that_came_back_stays() -> None:
@@ -89,27 +81,15 @@ def test_a_weight_that_was_set_to_zero_is_no_nan() -> None:
     assert torch.equal(joined.to(torch.bfloat16), weight)
 
 
-@needs_native
-def test_a_step_from_a_weight_that_was_set_to_zero() -> None:
-    weight, remainder, masters = zeroed()
-    grad, m = torch.randn(len(masters)), torch.randn(len(masters))
-    for params, beside in (([weight], {"remainders": [remainder]}), ([masters], {})):
-        steps, moments = [torch.tensor(4.0)], ([m.clone()], [torch.ones_like(m)])
-        adamw(params, [grad], *moments, steps, **beside, **HYPER)
-    results = join_remainder(weight, remainder), join_remainder(*split_remainder(masters))
-    assert torch.equal(*results)
-    assert not results[0].isnan().any()
-
-
-@needs_native
-@settings(max_examples=30, deadline=None)
-@given(
-    shapes=st.lists(st.sampled_from([(), (0,), (1,), (13, 17), (31,), (64,), (67, 3)]), max_size=4),
-    grad_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    seed=st.integers(0, 99),
-    decoupled=st.booleans(),
-)
-def test_a_step_on_pairs_is_a_step_on_the_masters(shapes, grad_dtype, seed, decoupled) -> None:
+def compare(
+    step: Callable[..., None],
+    shapes: Sequence[tuple[int, ...]],
+    grad_dtype: torch.dtype,
+    seed: int,
+    *,
+    decoupled: bool,
+) -> None:
+    """Three steps on pairs against three on their masters."""
     draw = torch.Generator().manual_seed(seed)
     masters, grads, exp_avgs = ([torch.randn(s, generator=draw) for s in shapes] for _ in range(3))
     masters = [join_remainder(*split_remainder(w)) for w in masters]  # none is a tie
@@ -131,7 +111,7 @@ def test_a_step_on_pairs_is_a_step_on_the_masters(shapes, grad_dtype, seed, deco
             (weights, ours, {"remainders": remainders}),
         ):
             steps = [torch.tensor(4.0) for _ in shapes]
-            adamw(params, grads, *moments, steps, **beside, **HYPER, decoupled=decoupled)
+            step(params, grads, *moments, steps, **beside, **HYPER, decoupled=decoupled)
         for w, copy, r, master in zip(weights, copies, remainders, masters, strict=True):
             assert torch.equal(w, copy)
             master.copy_(join_remainder(*split_remainder(master)))
@@ -140,17 +120,64 @@ def test_a_step_on_pairs_is_a_step_on_the_masters(shapes, grad_dtype, seed, deco
         assert torch.equal(mine, theirs)
 
 
+class PairContract:
+    """Steps on pairs, whoever computes them: a derived class says what `step` is."""
+
+    step = staticmethod(adamw)
+    shapes: Sequence[tuple[int, ...]] = [(), (0,), (13, 9), (64,)]
+
+    def test_a_step_splits_what_it_has_joined(self) -> None:
+        """One that has nothing to do."""
+        weight, remainder = split_remainder(SOME)
+        zeros = [torch.zeros_like(SOME) for _ in range(3)]
+        still = {**HYPER, "lr": 0.0, "eps": 1.0}
+        self.step([weight], *([z] for z in zeros), [torch.tensor(0.0)], (), [remainder], **still)
+        assert check(SOME, weight, remainder) > 32_000
+
+    @pytest.mark.parametrize(
+        ("dtype", "decoupled"), [(torch.float32, True), (torch.bfloat16, False)]
+    )
+    def test_a_step_on_pairs_is_a_step_on_the_masters(self, dtype, decoupled) -> None:
+        compare(self.step, self.shapes, dtype, seed=1, decoupled=decoupled)
+
+    def test_a_step_from_a_weight_that_was_set_to_zero(self) -> None:
+        weight, remainder, masters = zeroed()
+        grad, m = torch.randn(len(masters)), torch.randn(len(masters))
+        for params, beside in (([weight], {"remainders": [remainder]}), ([masters], {})):
+            steps, moments = [torch.tensor(4.0)], ([m.clone()], [torch.ones_like(m)])
+            self.step(params, [grad], *moments, steps, **beside, **HYPER)
+        results = join_remainder(weight, remainder), join_remainder(*split_remainder(masters))
+        assert torch.equal(*results)
+        assert not results[0].isnan().any()
+
+    def test_the_reference_keeps_pairs_as_the_kernel_does(self) -> None:
+        torch.manual_seed(0)
+        master, grad, m = (torch.randn(1000) for _ in range(3))
+        v = torch.rand(1000)
+        pairs = []
+        for step in (self.step, adamw_ref):
+            w, r = split_remainder(master)
+            moments = [m.clone()], [v.clone()]
+            step([w], [grad], *moments, [torch.tensor(4.0)], (), [r], **HYPER)
+            pairs.append(join_remainder(w, r))
+        torch.testing.assert_close(*pairs)
+
+
 @needs_native
-def test_the_reference_keeps_pairs_as_the_kernel_does() -> None:
-    torch.manual_seed(0)
-    master, grad, m, v = torch.randn(1000), torch.randn(1000), torch.randn(1000), torch.rand(1000)
-    pairs = []
-    for step in (adamw, adamw_ref):
-        w, r = split_remainder(master)
-        moments = [m.clone()], [v.clone()]
-        step([w], [grad], *moments, [torch.tensor(4.0)], (), [r], **HYPER)
-        pairs.append(join_remainder(w, r))
-    torch.testing.assert_close(*pairs)
+class TestPairs(PairContract):
+    """By the CPU's kernel."""
+
+
+@needs_native
+@settings(max_examples=30, deadline=None)
+@given(
+    shapes=st.lists(st.sampled_from([(), (0,), (1,), (13, 17), (31,), (64,), (67, 3)]), max_size=4),
+    grad_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+    decoupled=st.booleans(),
+)
+def test_steps_on_any_pairs(shapes, grad_dtype, seed, decoupled) -> None:
+    compare(adamw, shapes, grad_dtype, seed, decoupled=decoupled)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,17 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from accel.ops import adamw
 from tests.triton.harness import HAS_GPU
 
-__all__ = ["in_place_on_device"]
+__all__ = ["AdamwOnDevice", "in_place_on_device"]
+
+STEPS = 4
+"""Position of the steps among `adamw`'s arguments."""
 
 
 def in_place_on_device(op: Callable[..., None], stay: tuple[int, ...] = ()) -> Callable[..., None]:
@@ -42,3 +47,15 @@ def in_place_on_device(op: Callable[..., None], stay: tuple[int, ...] = ()) -> C
             here.copy_(storage)
 
     return moved
+
+
+class AdamwOnDevice:
+    """Mixin before a contract of what `adamw` writes."""
+
+    @pytest.fixture(
+        autouse=True, params=["steps beside the params", "steps on the host"][: 1 + HAS_GPU]
+    )
+    def moved(self, request: pytest.FixtureRequest) -> None:
+        stay = (STEPS,) if request.param == "steps on the host" else ()
+        self.step = in_place_on_device(adamw, stay)
+        self.kernel = in_place_on_device(torch.ops.accel.adamw_)

@@ -10,11 +10,9 @@ from accel.testing.tolerance import assert_close_to_baseline
 from tests.ops import test_adamw, test_remainder
 from tests.ops.contract import Inputs
 from tests.triton.harness import DEVICE, HAS_GPU, OnTriton, kernels_launched
-from tests.triton.in_place import in_place_on_device
+from tests.triton.in_place import STEPS, AdamwOnDevice
 
 HYPER = test_adamw.HYPER
-STEPS = 4
-"""Position of the steps among the arguments."""
 
 
 class TestAdamw(OnTriton, test_adamw.TestAdamw):
@@ -48,38 +46,18 @@ class TestAdamw(OnTriton, test_adamw.TestAdamw):
         self.check(Inputs(tensors, options, constants=range(len(tensors))))
 
 
-@pytest.fixture(params=["steps beside the params", "steps on the host"][: 1 + HAS_GPU])
-def on_triton(request, triton_kernels, monkeypatch):
-    """The tests of the CPU's kernel, which call `adamw`, with this one."""
-    stay = (STEPS,) if request.param == "steps on the host" else ()
-    moved = in_place_on_device(adamw, stay)
-    monkeypatch.setattr(test_adamw, "adamw", moved)
-    monkeypatch.setattr(test_remainder, "adamw", moved)
-    return moved
+@pytest.mark.usefixtures("triton_kernels")
+class TestSteps(AdamwOnDevice, test_adamw.StepContract):
+    pass
 
 
-@pytest.mark.usefixtures("on_triton")
-class TestAsOnTheCpu:
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-    def test_copies_are_rounded_to_nearest_even(self, dtype):
-        test_adamw.test_copies_are_the_weights_rounded_to_nearest_even(dtype)
-
-    def test_infinity_and_nan_reach_the_weight(self):
-        test_adamw.test_infinity_and_nan_reach_the_weight()
-
-    def test_a_shared_step_counts_as_in_torch(self):
-        test_adamw.test_a_step_that_parameters_share_counts_as_in_torch()
-
-    @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
-    def test_ten_steps(self, kind):
-        test_adamw.test_ten_steps_are_as_exact_as_torchs_optimizer(kind)
-
-    def test_the_weight_is_rounded_and_the_master_comes_back(self, monkeypatch):
+@pytest.mark.usefixtures("triton_kernels")
+class TestPairs(AdamwOnDevice, test_remainder.PairContract):
+    def test_a_step_splits_what_it_has_joined(self, monkeypatch):
         if not HAS_GPU:  # a million numbers: the interpreter is quicker with few large blocks
             monkeypatch.setattr(kernels, "BLOCK", 1 << 17)
             monkeypatch.setattr(kernels, "CHUNK", 1 << 17)
-        some = test_remainder.SOME
-        assert test_remainder.check(some, *test_remainder.by_kernel(some)) > 32_000
+        super().test_a_step_splits_what_it_has_joined()
 
     @pytest.mark.parametrize(
         ("dtype", "decoupled"), [(torch.float32, True), (torch.bfloat16, False)]
@@ -87,15 +65,7 @@ class TestAsOnTheCpu:
     def test_a_step_on_pairs_is_a_step_on_the_masters(self, dtype, decoupled, monkeypatch):
         monkeypatch.setattr(kernels, "BLOCK", 16)
         monkeypatch.setattr(kernels, "CHUNK", 64)
-        test = test_remainder.test_a_step_on_pairs_is_a_step_on_the_masters.hypothesis.inner_test
-        shapes = [(), (0,), (13, 9), (64,)]
-        test(shapes=shapes, grad_dtype=dtype, seed=1, decoupled=decoupled)
-
-    def test_a_step_from_a_weight_that_was_set_to_zero(self):
-        test_remainder.test_a_step_from_a_weight_that_was_set_to_zero()
-
-    def test_the_reference_keeps_pairs_as_the_kernel_does(self):
-        test_remainder.test_the_reference_keeps_pairs_as_the_kernel_does()
+        super().test_a_step_on_pairs_is_a_step_on_the_masters(dtype, decoupled)
 
 
 def some_step(lengths: list[int], offset: int = 0) -> list[list[torch.Tensor]]:
@@ -176,24 +146,6 @@ class TestChunks:
         assert words[5:] == [70, 0, a.data_ptr(), 33, 2, b.data_ptr()]
         assert chunk_table.chunk_tables([[empty]], 32) == []
         assert chunk_table.chunk_tables([[]], 32) == []
-
-
-@pytest.mark.usefixtures("triton_kernels")
-@pytest.mark.parametrize(
-    ("position", "value"),
-    next(
-        mark.args[1]
-        for mark in test_adamw.test_the_kernel_checks_again.pytestmark
-        if mark.name == "parametrize"
-    ),
-)
-def test_the_kernel_checks_again(position, value):
-    arguments = [[torch.ones(4)], [torch.ones(4)], [torch.ones(4)], [torch.ones(4)]]
-    arguments += [[torch.tensor(0.0)], [], []]
-    arguments[position] = value
-    step = in_place_on_device(torch.ops.accel.adamw_)
-    with pytest.raises(ValueError, match="adamw"):
-        step(*arguments, None, 1e-3, 0.9, 0.95, 1e-8, 0.1, True, True)
 
 
 @pytest.mark.usefixtures("triton_kernels")
