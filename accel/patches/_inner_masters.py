@@ -15,6 +15,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -134,13 +135,32 @@ def _asked_of(model_chunks: Any) -> str | None:
     return first_given(_EXCLUDED, *owners)
 
 
+_CHAINING: ContextVar[bool] = ContextVar("accel_chaining_optimizers", default=False)
+
+
+def chained(build: Callable[..., Any]) -> Callable[..., Any]:
+    """What chains Muon, SOAP or Lion with an Adam for the other parameters. It calls that Adam's own
+    configuration one of ``adam``, and gives it the chain's afterwards, which knows nothing of ours: its
+    gradients would be in no norm."""
+
+    @functools.wraps(build)
+    def build_(*args: Any, **kwargs: Any) -> Any:
+        token = _CHAINING.set(True)
+        try:
+            return build(*args, **kwargs)
+        finally:
+            _CHAINING.reset(token)
+
+    return build_
+
+
 def built(build: Callable[..., Any]) -> Callable[..., Any]:
     """``_get_megatron_optimizer_based_on_param_groups`` that takes an Adam of ours."""
 
     @functools.wraps(build)
     def build_(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
         by_flag = config.use_precision_aware_optimizer
-        wanted = _wanted(config)
+        wanted = [] if _CHAINING.get() else _wanted(config)
         option = _asked_of(model_chunks)
         if option and HOST in wanted:
             raise ValueError(f"--accel-host-optimizer and {option}: {_EXCLUDED[option]}")
@@ -416,6 +436,20 @@ INNER_MASTERS = (
         replacement=f"{_HERE}:built",
         how="wrap",
         why="Upstream would take torch's AdamW, which keeps no masters and knows no dtypes of states.",
+    ),
+    Patch(
+        target="megatron.core.optimizer:_get_megatron_emerging_optimizer",
+        replacement=f"{_HERE}:chained",
+        how="wrap",
+        why="The Adam in its chain gets a configuration that tells it nothing of masters within it.",
+        optional=True,
+    ),
+    Patch(
+        target="megatron.core.optimizer.muon:get_megatron_muon_optimizer",
+        replacement=f"{_HERE}:chained",
+        how="wrap",
+        why="The Adam in Megatron 0.17's chain gets a configuration of another class than the chain.",
+        optional=True,
     ),
     Patch(
         target=f"{_DISTRIBUTED}.__init__",

@@ -71,6 +71,7 @@ def build(**options: Any) -> tuple[Any, Any]:
     ddp = {k: options[k] for k in options if k in ("use_distributed_optimizer",)}
     overlap = options.pop("overlap_param_gather", False)
     frozen, tied = options.pop("frozen", False), options.pop("tied", False)
+    get = options.pop("get", get_megatron_optimizer)
     torch.manual_seed(0)
     layers = torch.nn.Linear(40, 70), torch.nn.LayerNorm(70), torch.nn.Linear(70, 33)
     layers[1].requires_grad_(not frozen)
@@ -85,15 +86,9 @@ def build(**options: Any) -> tuple[Any, Any]:
         ),
         torch.nn.Sequential(*layers).to(dtype),
     )
-    config = OptimizerConfig(
-        optimizer="adam",
-        clip_grad=1.0,
-        params_dtype=dtype,
-        overlap_param_gather=overlap,
-        **HYPER,
-        **options,
-    )
-    optimizer = get_megatron_optimizer(config, [model])
+    options = {"optimizer": "adam", "overlap_param_gather": overlap, **HYPER, **options}
+    config = OptimizerConfig(clip_grad=1.0, params_dtype=dtype, **options)
+    optimizer = get(config, [model])
     for group in optimizer.param_groups:
         group["lr"] = HYPER["lr"]
     return model, optimizer

@@ -624,6 +624,46 @@ def test_an_adam_of_the_programs_own_is_left_alone(
     assert f"Megatron was given {__name__}." in caplog.text
 
 
+class Descent(torch.optim.SGD):
+    """In place of Muon, whose package is not Megatron's."""
+
+    def __init__(self, params: Any, lr: float, **options: Any) -> None:
+        super().__init__(params, lr=lr)
+
+
+def check_chains() -> None:
+    """Megatron's Adam for what Muon does not step is stock's: its gradients are in the norm, and clipped."""
+    from megatron.core import optimizer as of_megatron
+    from megatron.core.optimizer import muon
+
+    runs = []
+    for wanted in ({}, {"shared_weights": True}, {"host_optimizer": True}):
+        with one_rank(**wanted), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(muon, "HAVE_EMERGING_OPTIMIZERS", True, raising=False)
+            get = of_megatron.get_megatron_optimizer
+            if hasattr(of_megatron, "_EMERGING_OPTIMIZERS"):
+                patch.setattr(of_megatron, "HAVE_EMERGING_OPTIMIZERS", True)
+                patch.setattr(of_megatron._EMERGING_OPTIMIZERS["muon"], "optimizer_cls", Descent)
+            else:  # 0.17
+                patch.setattr(muon, "TensorParallelMuon", Descent)
+                get = muon.get_megatron_muon_optimizer
+            model, optimizer = build(bf16=True, optimizer="muon", get=get)
+            kinds = [type(inner.optimizer) for inner in optimizer.chained_optimizers]
+            assert kinds[0] is Descent
+            assert not issubclass(kinds[1], PrecisionAwareAdam)
+            steps = [one_step(model, optimizer, step) for step in range(3)]
+            runs.append((steps, [p.detach().clone() for p in model.parameters()]))
+    for steps, weights in runs[1:]:
+        assert steps == runs[0][0]
+        for ours, theirs in zip(weights, runs[0][1], strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
+def test_the_adam_beside_muon_is_stocks(version: str) -> None:
+    run_on(version, check_chains)
+
+
 def check_main_params_of_a_checkpoint() -> None:
     """`--load-main-params-from-ckpt`: what a checkpoint has in fp32 and the model has rounded."""
     found = []
