@@ -10,12 +10,15 @@ A norm takes what it finds only if its input still is that sum: unchanged, and a
 autograd's graph, which it no longer is where it comes out of another function, as out of the checkpoint of a
 whole layer; and if nobody has asked for the sum's gradient, of which the norm's part would be missing. Where
 a norm's input is a copy, it finds nothing. A sum whose norm nobody took is left alone from then on.
+
+Within `torch.compile` the two are computed apart: a traced tensor carries no notes.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from accel.ops import add_rms_norm
@@ -74,6 +77,8 @@ class ResidualSum:
             x, residual: `[..., N]`.
             bias: `[N]`.
         """
+        if torch.compiler.is_compiling():
+            return None
         if self._unread:
             self.alone, self._unread, self.norm = True, False, None
         norm = self.norm
@@ -88,7 +93,7 @@ class ResidualSum:
 
     def watch(self, total: Tensor, x: Tensor) -> Tensor:
         """A sum with `x` that was computed alone, of which it is to be learnt who reads it."""
-        if x.requires_grad and not self.alone:
+        if x.requires_grad and not self.alone and not torch.compiler.is_compiling():
             setattr(total, _NOTE, _Note(self, None, total._version))
         return total
 
@@ -102,6 +107,8 @@ class ResidualSum:
 
 def norm_of(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor | None:
     """The norm that was computed when x was; None if it was not."""
+    if torch.compiler.is_compiling():
+        return None
     note: _Note | None = vars(x).pop(_NOTE, None)
     return note and note.of.read(x, note, Norm(weight, eps, zero_centered))
 

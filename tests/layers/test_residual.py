@@ -198,3 +198,22 @@ def test_what_is_not_computed_together() -> None:
     assert place.add(frozen, None, frozen) is None
     assert not hasattr(place.watch(frozen + x, frozen), "accel_residual_sum")
     assert place.add(x, None, x) is not None
+
+
+@needs_native
+def test_what_is_compiled_computes_the_two_apart() -> None:
+    """In one graph, and whatever was learnt before."""
+    place, x = ResidualSum(), torch.randn(4, N).requires_grad_()
+    norm = (torch.rand(N).requires_grad_(), 1e-5, False)
+    compiled = torch.compile(pass_through, backend="eager", fullgraph=True)
+    found = []
+    with counted() as shapes:
+        for run in (compiled, pass_through, compiled):
+            normed, total = run(place, x, None, x, *norm)
+            grads = torch.autograd.grad((normed.sin() + total).sum(), (x, norm[0]))
+            found.append([normed, total, *grads])
+        assert not shapes
+        pass_through(place, x, None, x, *norm)
+    assert len(shapes) == 1
+    for others in found[1:]:
+        assert all(map(torch.equal, others, found[0]))

@@ -155,6 +155,22 @@ def test_passes_that_begin_before_others_go_back(spec: str) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("spec", ["local", "transformer_engine"])
+def test_layers_that_are_compiled_compute_the_two_apart(spec: str) -> None:
+    """The first layer is not: its last sum is read by a norm that is."""
+    with one_rank(fused_norm=True, te_layers=True):
+        expected = three_passes(model(spec))
+    with one_rank(fused_add_norm=True, te_layers=True), counted() as together:
+        made = model(spec)
+        for layer in made.layers[1:]:
+            layer.compile(backend="eager")
+        found = three_passes(made)
+    assert len(together) == 2, "within the first layer"
+    for ours, stock in zip(found, expected, strict=True):
+        assert all(map(torch.equal, ours, stock))
+
+
+@needs_native
 def test_a_model_outlives_the_feature() -> None:
     with one_rank(fused_add_norm=True):
         made = model("local")
