@@ -11,7 +11,9 @@ autograd's graph, which it no longer is where it comes out of another function, 
 whole layer; and if nobody has asked for the sum's gradient, of which the norm's part would be missing. Where
 a norm's input is a copy, it finds nothing. A sum whose norm nobody took is left alone from then on.
 
-Within `torch.compile` the two are computed apart: a traced tensor carries no notes.
+The two are computed apart, and nothing is learnt, within `torch.compile`, where a tensor carries no notes;
+and where hooks take what autograd saves: `torch.utils.checkpoint` without reentry must save the same
+tensors when it computes again, whatever has been learnt since, and though the note of its input was read.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from accel.ops import add_rms_norm
+from accel.ops._saving import hooks_take_saved
 
 __all__ = ["Norm", "ResidualSum", "norm_of"]
 
@@ -77,7 +80,7 @@ class ResidualSum:
             x, residual: `[..., N]`.
             bias: `[N]`.
         """
-        if torch.compiler.is_compiling():
+        if _is_apart():
             return None
         if self._unread:
             self.alone, self._unread, self.norm = True, False, None
@@ -93,7 +96,7 @@ class ResidualSum:
 
     def watch(self, total: Tensor, x: Tensor) -> Tensor:
         """A sum with `x` that was computed alone, of which it is to be learnt who reads it."""
-        if x.requires_grad and not self.alone and not torch.compiler.is_compiling():
+        if x.requires_grad and not self.alone and not _is_apart():
             setattr(total, _NOTE, _Note(self, None, total._version))
         return total
 
@@ -110,7 +113,13 @@ def norm_of(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tenso
     if torch.compiler.is_compiling():
         return None
     note: _Note | None = vars(x).pop(_NOTE, None)
-    return note and note.of.read(x, note, Norm(weight, eps, zero_centered))
+    if note is None or hooks_take_saved():
+        return None
+    return note.of.read(x, note, Norm(weight, eps, zero_centered))
+
+
+def _is_apart() -> bool:
+    return torch.compiler.is_compiling() or hooks_take_saved()
 
 
 def _is_whole(weight: Tensor) -> bool:

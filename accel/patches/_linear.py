@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from accel.log import log_once
+from accel.ops._saving import hooks_take_saved
 from accel.parallel import overlap
 from accel.parallel.linear import Layout, parallel_linear
 from accel.patches.cpu_offloading import OffloadedLayers
@@ -44,19 +45,15 @@ def switch_on() -> Callable[[], None]:
 
 def through_ours(upstream: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wraps ``linear_with_grad_accumulation_and_async_allreduce``."""
-    return _wrapped(upstream, lambda: bool(_WANTED) or _packed())
+    # Upstream reads the weight from what was saved, and hooks give another object back: what it notes there,
+    # that `main_grad` has the gradient, the parameter never learns, and with `--overlap-grad-reduce` data
+    # parallelism stops.
+    return _wrapped(upstream, lambda: bool(_WANTED) or hooks_take_saved())
 
 
 def frozen_through_ours(upstream: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wraps ``linear_with_frozen_weight``."""
     return _wrapped(upstream, lambda: overlap.current() is not None, frozen=True)
-
-
-def _packed() -> bool:
-    """Whether hooks pack what is saved now. Upstream reads the weight from it in the backward pass, which is
-    another object then: what upstream notes there, that ``main_grad`` has the gradient, the parameter never
-    learns, and with ``--overlap-grad-reduce`` data parallelism stops."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _wrapped(

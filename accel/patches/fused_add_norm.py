@@ -7,11 +7,12 @@ two steps. Which norm reads which sum is learnt from the first forward pass, so 
 specs, whose norms are modules or parts of linear layers, the norm behind the last layer, and hybrid models.
 
 Where dropout is on, the stream is kept in fp32 (``--fp32-residual-connection``), or a layer is computed again
-as a whole, so that its norm reads a copy, the two are computed apart, and so they are within
-``torch.compile``. **Not with** norms that are recomputed or whose inputs are swapped, with
-``--overlap-param-gather`` and FSDP, where a norm's weight may not be there yet when the sum before it is
-computed, and with CUDA graphs; in a program that has no command line, each layer's configuration and the
-wrappers of the model are asked.
+as a whole, so that its norm reads a copy, the two are computed apart. So they are within ``torch.compile``,
+and where hooks take what autograd saves: within ``torch.utils.checkpoint(..., use_reentrant=False)``, which
+must save the same tensors again, and with ``--cpu-offloading-num-layers``. **Not with** norms that are
+recomputed or whose inputs are swapped, with ``--overlap-param-gather`` and FSDP, where a norm's weight may
+not be there yet when the sum before it is computed, and with CUDA graphs; in a program that has no command
+line, each layer's configuration and the wrappers of the model are asked.
 
 A layer's output, as ``torch.autograd.grad`` is given it, has the gradient that comes past the next norm, not
 that through it. Where the output has a hook, or keeps its gradient, when the next norm reads it, that norm is

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from accel.layers import residual
 from accel.layers.residual import ResidualSum, norm_of
@@ -217,3 +218,25 @@ def test_what_is_compiled_computes_the_two_apart() -> None:
     assert len(shapes) == 1
     for others in found[1:]:
         assert all(map(torch.equal, others, found[0]))
+
+
+@needs_native
+def test_a_norm_in_a_checkpoint_without_reentry_has_its_gradient() -> None:
+    """Its sum is outside, where the norm was learnt; computed again, it finds no note."""
+    x = torch.randn(4, N).requires_grad_()
+    weight = torch.rand(N).requires_grad_()
+
+    def normed_sine(total: Tensor) -> Tensor:
+        normed = norm_of(total, weight, 1e-5, False)
+        return (rms_norm(total, weight, 1e-5) if normed is None else normed).sin()
+
+    def results(place: ResidualSum | None) -> list[Tensor]:
+        pass_through(place, x, None, x, weight, 1e-5, False)
+        total = None if place is None else place.add(x, None, x)
+        y = checkpoint(normed_sine, x + x if total is None else total, use_reentrant=False)
+        return [y, *torch.autograd.grad(y.sum(), (x, weight))]
+
+    with counted() as shapes:
+        found = results(ResidualSum())
+    assert len(shapes) == 1
+    assert all(map(torch.equal, found, results(None)))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import accel
 from accel.feature import Context
@@ -16,7 +18,7 @@ from accel.patches import fused_add_norm
 from tests.layers.test_residual import counted
 from tests.ops.contract import needs_native
 
-from .blocks import HIDDEN, TOKENS, block, gradients
+from .blocks import HIDDEN, TOKENS, at_once, block, gradients
 from .test_fused_adamw import one_rank
 from .test_mamba import hybrid
 
@@ -126,6 +128,30 @@ def test_layers_that_are_computed_again_as_a_whole(spec: str) -> None:
     assert len(together) == LAYERS, "only where it is computed again"
     for ours, stock in zip(found, [*expected, expected[-1]], strict=True):
         assert all(map(torch.equal, ours, stock))
+
+
+@needs_native
+@pytest.mark.parametrize("spec", ["local", "transformer_engine"])
+def test_layers_in_checkpoints_without_reentry(spec: str) -> None:
+    """Which must save the same tensors again, whether the norms are not known yet, or known since."""
+
+    def passes() -> list[torch.Tensor]:
+        made = model(spec).train()
+        layers = [layer.forward for layer in made.layers]
+        found = []
+        for checkpointed in (True, False, True):
+            for layer, forward in zip(made.layers, layers, strict=True):
+                again = functools.partial(checkpoint, forward, use_reentrant=False)
+                layer.forward = again if checkpointed else forward
+            found += [t for _ in range(2) for t in gradients(made)[0]] + at_once(made)
+        return found
+
+    with one_rank(fused_norm=True, te_layers=True):
+        expected = passes()
+    with one_rank(fused_add_norm=True, te_layers=True), counted() as together:
+        found = passes()
+    assert together, "outside of checkpoints"
+    assert all(map(torch.equal, found, expected))
 
 
 @needs_native
