@@ -21,7 +21,9 @@ Tables      cos and sin are computed once per freqs tensor (storage, view and ve
             long as its storage lives: half as wide as freqs where a1 = a2, so as many bytes as freqs.
             Not within `torch.compile`, not while a CUDA graph is captured, and not for inference
             tensors, which have no version. The host does not wait for a GPU to learn whether
-            a1 = a2: until it has heard, it takes the whole width, which gives the same bits.
+            a1 = a2: until it has heard, it takes the whole width, which gives the same bits. Where hooks
+            take what autograd saves it waits, once for each tensor of angles: a checkpoint that computes
+            again must find tables of the same width.
 Lengths     On the CPU, and to the reference, `cu_seqlens` that do not fit are an error. A GPU's are read
             by the kernel alone, since the host would have to wait for them: there, a token in no sequence
             or with a position beyond `freqs`, and all of a sequence that does not split into its
@@ -38,6 +40,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from accel.ops._dispatch import log_fallback, missing_kernel
 from accel.ops._placement import check_at_hand
+from accel.ops._saving import hooks_take_saved
 
 __all__ = ["Layout", "packed_rows", "rope", "rope_ref", "tables_of", "unsupported_reason"]
 
@@ -178,8 +181,10 @@ class _OneAngle:
             self.when = torch.cuda.Event()
             self.when.record(torch.cuda.current_stream(tables.cos.device))
 
-    def answer(self) -> bool | None:
-        """None for not yet."""
+    def answer(self, wait: bool) -> bool | None:
+        """None for not yet; of angles without data, always."""
+        if self.when is not None and wait:
+            self.when.synchronize()
         if self.said.is_meta or (self.when is not None and not self.when.query()):
             return None
         return bool(self.said)
@@ -288,8 +293,8 @@ def _tables(freqs: Tensor, layout: Layout, mscale: float) -> Tables:
 
 
 def _without_twins(tables: Tables) -> Tables:
-    """Half the width where both members of every pair have the same angle, once that is known."""
-    same = None if tables.one_angle is None else tables.one_angle.answer()
+    """Half the width where both members of every pair have one angle, once that is known, or must be."""
+    same = None if tables.one_angle is None else tables.one_angle.answer(wait=hooks_take_saved())
     if same is None:
         return tables
     cos, sin = tables.cos, tables.sin

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from accel.ops import rope, rope_ref
 from accel.ops._dispatch import _log_fallback_once
-from accel.ops.rope import _TABLES, unsupported_reason
+from accel.ops.rope import _TABLES, _OneAngle, unsupported_reason
 from tests.ops.contract import Inputs, OpContract, assert_matches, needs_native
 
 rope_module = sys.modules["accel.ops.rope"]  # its package hides it by a function
@@ -183,6 +184,18 @@ def test_second_derivative():
     torch.testing.assert_close(norm_of_gradient(rope, x), norm_of_gradient(rope_ref, x))
 
 
+class Lagging:
+    """The event of a GPU that is behind until somebody waits for it."""
+
+    done = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.done = True
+
+
 class TestTables:
     """cos and sin are computed once for all layers and never too seldom."""
 
@@ -235,6 +248,24 @@ class TestTables:
         rope(q, angles(6, 16))
         gc.collect()
         assert gone() is None
+
+    def test_a_checkpoint_without_reentry_finds_tables_of_the_same_width(self, monkeypatch):
+        """Though the GPU, which lags in the forward pass, has said by then that the half is enough."""
+        lagging = Lagging()
+        init = _OneAngle.__init__
+
+        def asked_of_a_gpu(self, tables):
+            init(self, tables)
+            self.when = lagging
+
+        monkeypatch.setattr(_OneAngle, "__init__", asked_of_a_gpu)
+        q, freqs = draw(6, 1, 2, 16).requires_grad_(), angles(6, 16)
+        want = rope_ref(q, freqs)[0].sin()
+        assert _TABLES.get(freqs, "half", 1.0).cos.shape[-1] == 16, "nobody waits without need"
+        got = checkpoint(lambda q: rope(q, freqs)[0].sin(), q, use_reentrant=False)
+        lagging.synchronize()
+        gradients = [torch.autograd.grad(y.sum(), q)[0] for y in (got, want)]
+        torch.testing.assert_close([got, gradients[0]], [want, gradients[1]])
 
     def test_inference_tensors(self):
         q = draw(6, 1, 2, 16)

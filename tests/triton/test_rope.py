@@ -198,7 +198,7 @@ def test_the_same_bits_before_it_is_known_that_pairs_have_one_angle(layout, monk
 
     freqs_on_device = freqs.to(DEVICE)
     with monkeypatch.context() as patch:
-        patch.setattr(_OneAngle, "answer", lambda self: None)
+        patch.setattr(_OneAngle, "answer", lambda self, wait: None)
         for _ in range(2):
             width, y, dx = y_dx()
             assert width == 16
