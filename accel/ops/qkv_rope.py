@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from accel.log import log_once
 from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative
 from accel.ops.rope import FLOAT_DTYPES, rope, tables_of
 
@@ -140,9 +141,10 @@ def qkv_rope(
     if tables is not None and 2 * tables.cos.shape[-1] != head_dim:
         tables = None  # pairs whose members have angles of their own, or it is not known yet
         if qkv.is_cuda and torch.cuda.is_current_stream_capturing():
-            reason = (
-                "a CUDA graph is captured, and the members of a pair have angles of their own, or nothing "
-                "has been rotated by these freqs before"
+            log_once(
+                "qkv_rope",
+                "a CUDA graph is captured on angles that were not seen before, whose pairs may have two: it "
+                "holds a kernel for each of queries and keys in place of one for all",
             )
     if tables is None:
         if reason:

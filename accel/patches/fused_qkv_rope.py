@@ -7,7 +7,8 @@ Engine's ``apply_fused_qkv_rotary_pos_emb``. Here that function is ``accel.ops.q
 takes that way wherever it leads to the same numbers, whatever the option says: not for packed sequences,
 inference, normed queries or keys, gates, interleaved pairs, YaRN's factor, or groups that ranks share.
 
-On CUDA, where the kernel is.
+On CUDA, where the kernel is. CUDA graphs of layers (``--cuda-graph-impl local``) are captured on copies of
+the angles, of which nothing is known: they hold ``fused_rope``'s kernels, and a line says so.
 """
 
 from __future__ import annotations
