@@ -30,7 +30,7 @@ TANH = 1
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x.contiguous() if bias is None else x + bias
+    return x if bias is None else x + bias
 
 
 def _factor(x: Tensor, probs: Tensor) -> Tensor:
@@ -51,6 +51,7 @@ def forward(
     halves = 2 if kind in GATED else 1
     if x.numel() == 0:
         return x.new_empty((*x.shape[:-1], x.shape[-1] // halves))
+    x = x.contiguous()
     y = _without_probs(x, bias, kind, clamp_value, offset)
     if probs is not None:
         y = y.float() * _factor(x, probs)
@@ -99,10 +100,11 @@ def backward(
             x.new_empty(0) if t is None else torch.zeros_like(t) for t in (bias, probs)
         )
         return x.new_empty(x.shape), dbias, dprobs
+    dy, x = dy.contiguous(), x.contiguous()
     dv = dy if probs is None else dy.float() * _factor(x, probs)
     y: Tensor | None
     if kind in FUSED and clamp_value is None and not offset:
-        dx, y = _gradient_by_npu(dv.to(x.dtype).contiguous(), _biased(x, bias), kind)
+        dx, y = _gradient_by_npu(dv.to(x.dtype), _biased(x, bias), kind)
     else:
         dx, y = _gradient(dv.float(), _wide(x, bias), kind, clamp_value, offset)
     dbias = x.new_empty(0)

@@ -184,8 +184,9 @@ def activation_bwd_inplace(
     clamp_value: float | None,
     offset: float,
 ) -> tuple[Tensor, Tensor]:
-    """`accel::activation_bwd_inplace`: x is contiguous."""
+    """`accel::activation_bwd_inplace`."""
     _require_plain(x, bias, probs, kind, clamp_value, offset)
+    require(x.is_contiguous(), "an x to overwrite that is not contiguous")
     swiglu_fused_gate_up_backward(x, dy.contiguous(), in_place=True)
     return x.new_empty(0), x.new_empty(0)
 

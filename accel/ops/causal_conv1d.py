@@ -149,7 +149,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, num_taps = x.shape[1], weight.shape[1]
     taps, shift = _wide(x, weight, bias)
-    dx, dtaps, dshift = x.new_empty(x.shape), torch.zeros_like(taps), torch.zeros_like(taps[:, 0])
+    dx = x.new_empty(x.shape)
+    dtaps, dshift = taps.new_zeros(taps.shape), taps.new_zeros(len(taps))
     for first in range(0, num_tokens, TOKENS):
         stop = min(first + TOKENS, num_tokens)
         beyond = min(stop + num_taps - 1, num_tokens)  # tokens that see those of this piece

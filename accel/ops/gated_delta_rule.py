@@ -226,7 +226,9 @@ def _backward(
     scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, ...]:
-    *grads, _ = _backward_fake(do_, dstate, q, k, v, g, beta, segments, states, scale, chunk_size)
+    *grads, dinitial = _backward_fake(
+        do_, dstate, q, k, v, g, beta, segments, states, scale, chunk_size
+    )
     carried = torch.zeros_like(states[0]) if dstate is None else dstate
     for i, rows in reversed(list(enumerate(chunks_of(q.shape[1], chunk_size)))):
         chunk = _Chunk.of(rows, q, k, v, g, beta, segments, states[i], scale)
@@ -234,7 +236,7 @@ def _backward(
         *parts, carried = _backward_of(chunk, dout, states[i], carried, scale)
         for grad, part in zip(grads, parts, strict=True):
             grad[:, rows] = part.transpose(1, 2)
-    return *grads, carried
+    return *grads, dinitial.copy_(carried)
 
 
 def _backward_of(

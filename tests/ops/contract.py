@@ -1,14 +1,15 @@
 """What every op owes, tested once: a test class of an op derives from `OpContract`.
 
 An op gives its function, its reference and `inputs()`; it inherits the tests of numerics against
-fp64, of gradients for any subset of inputs, of aliasing, accumulation, determinism, `opcheck`,
-`fullgraph` compilation and of every instruction set. What only the op can know (shapes drawn by
+fp64, of gradients for any subset of inputs, of aliasing, accumulation, determinism, `opcheck`, strides of
+fakes, `fullgraph` compilation and of every instruction set. What only the op can know (shapes drawn by
 hypothesis, bad input, layouts) stays in its own test file.
 """
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import CrossRefFakeMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from accel.ops import _native
 from accel.testing.distributed import attempt
@@ -276,6 +279,14 @@ class OpContract:
             torch.library.opcheck(op, args)
 
     @needs_native
+    def test_fakes_have_the_strides_of_results(self):
+        """However an argument lies: Inductor allocates and indexes by what the fake says."""
+        for op, args in self.opchecks():
+            for changed in _each_laid_out(op, args):
+                with contextlib.suppress(ValueError), CrossRefFakeMode(_is_not_ours):
+                    op(*changed)  # what it refuses needs no strides
+
+    @needs_native
     def test_compiles_as_one_graph(self):
         inputs = self.inputs(torch.bfloat16)
         torch._dynamo.reset()
@@ -303,6 +314,26 @@ class OpContract:
         if f"this CPU or build has no {isa} kernels" in output:
             pytest.skip(f"this CPU has no {isa}")
         assert status == 0, output
+
+
+def _is_not_ours(op: torch._ops.OpOverload) -> bool:
+    return op.namespace != "accel"
+
+
+def _each_laid_out(op: torch._ops.OpOverload, args: tuple) -> Iterator[list]:
+    """Copies of arguments; in each the floating tensors of one that the op only reads, in another layout."""
+    for i, (argument, value) in enumerate(zip(op._schema.arguments, args, strict=False)):
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if written or not any(isinstance(x, Tensor) for x in tree_leaves(value)):
+            continue
+        for layout in LAYOUTS:
+            handed = tree_map_only(Tensor, lambda x: x.detach().clone(), list(args))
+            handed[i] = tree_map_only(
+                Tensor,
+                lambda x, layout=layout: change_layout(x, layout) if x.is_floating_point() else x,
+                handed[i],
+            )
+            yield handed
 
 
 def change_layout(x: Tensor, layout: str) -> Tensor:
