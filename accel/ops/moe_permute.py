@@ -20,6 +20,7 @@ Limits      `unsupported_reason`. Results are contiguous. A second derivative ra
             are checked on the CPU only: a GPU would have to be waited for.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -205,12 +206,14 @@ def _check_rows(op: str, name: str, rows: Tensor, row_map: Tensor) -> None:
         )
 
 
-def _check_probs(op: str, probs: Tensor | None, like: Tensor, shapes: str, fits: bool) -> None:
+def _check_probs(
+    op: str, probs: Tensor | None, like: Tensor, shapes: Callable[[], str], fits: bool
+) -> None:
     if probs is None:
         return
     if not probs.is_floating_point() or not fits:
         raise ValueError(
-            f"{op}: probs must be floating of shape {shapes}, got {probs.dtype} {list(probs.shape)}"
+            f"{op}: probs must be floating of shape {shapes()}, got {probs.dtype} {list(probs.shape)}"
         )
     if probs.device != like.device:
         raise ValueError(f"{op}: probs must be on {like.device}, got {probs.device}")
@@ -312,7 +315,7 @@ def moe_permute(
     _check_rows("moe_permute", "x", x, row_map)
     if probs is not None:
         fits = probs.ndim == 2 and probs.shape[0] == x.shape[0]
-        _check_probs("moe_permute", probs, x, f"[{x.shape[0]}, E]", fits)
+        _check_probs("moe_permute", probs, x, lambda: f"[{x.shape[0]}, E]", fits)
     if reason := unsupported_reason(x, probs):
         log_fallback("moe_permute", reason)
         return moe_permute_ref(x, row_map, probs)
@@ -348,8 +351,9 @@ def moe_unpermute(
         )
     if probs is not None:
         fits = probs.shape == row_map.shape or (probs.ndim == 2 and probs.shape[0] == num_tokens)
-        shapes = f"[{num_tokens}, E] or [{row_map.shape[0]}]"
-        _check_probs("moe_unpermute", probs, y, shapes, fits)
+        _check_probs(
+            "moe_unpermute", probs, y, lambda: f"[{num_tokens}, E] or [{row_map.shape[0]}]", fits
+        )
     if reason := unsupported_reason(y, probs):
         log_fallback("moe_unpermute", reason)
         return moe_unpermute_ref(y, row_map, num_tokens, probs)

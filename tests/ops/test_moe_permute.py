@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from accel.ops import moe_permute, moe_row_map, moe_unpermute
 from accel.ops._dispatch import _log_fallback_once
@@ -135,6 +136,22 @@ class TestMoeUnpermute(OpContract):
         yield torch.ops.accel.moe_unpermute_bwd.default, (dout, row_map)
         bwd = torch.ops.accel.moe_unpermute_probs_bwd.default
         yield bwd, (dout, y.detach(), row_map, probs)
+
+    @needs_native
+    @pytest.mark.parametrize("weights", ["none", "by expert", "by row"])
+    def test_one_graph_serves_any_number_of_tokens(self, weights):
+        torch._dynamo.reset()
+        graphs = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(self.op, fullgraph=True, dynamic=True, backend=graphs)
+        for num_tokens in (13, 31):
+            inputs = self.unpermute_inputs((num_tokens, 8, 5, 2), torch.float32, weights=weights)
+            want, want_grads = run(self.op, inputs)
+            got, got_grads = run(compiled, inputs)
+            for a, b in zip(
+                (*got, *got_grads.values()), (*want, *want_grads.values()), strict=True
+            ):
+                assert torch.equal(a, b)
+        assert graphs.frame_count == 1
 
 
 SHAPES = st.tuples(
