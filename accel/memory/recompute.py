@@ -8,7 +8,8 @@
 
 The graph is that of the first call, so gradients flow as if nothing had been freed: to closures and
 past frozen inputs, twice with ``retain_graph``, in double backward. Random generators, autocast and the
-stream are as they were in the first call.
+stream are as they were in the first call. ``torch.compile`` breaks its graph there and at `free`: both
+times the function runs eagerly.
 
 An output is left alone where freeing it would free something else, because it is a part of a larger
 storage, or is an input's, a consumer's or another output's memory; where no gradient is recorded; and
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # the public one takes a second to import
 from torch.autograd.graph import saved_tensors_hooks
 
 from accel.memory.lanes import home_of
@@ -52,6 +54,7 @@ class Recomputed:
         self._frame: _Frame | None = None
         self._outputs: tuple[weakref.ref[Tensor], ...] = ()
 
+    @_disable_dynamo
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """``function(*args)``: a tensor or a tuple with tensors. It runs again in the backward pass, and
         must do the same then. Inside another call's function it is a part of that, and frees nothing."""
@@ -66,6 +69,7 @@ class Recomputed:
         _PENDING.add(self)
         return outputs
 
+    @_disable_dynamo
     def free(self, *until: Tensor) -> int:
         """Empty the storages of the outputs; to be called once their consumers have run.
 
@@ -229,6 +233,7 @@ class _Frame:
         self._count += 1
         return _Saved(self, self._count - 1)
 
+    @_disable_dynamo
     def saved_tensor(self, number: int) -> Tensor:
         self._recompute()
         assert self._saved is not None
@@ -241,6 +246,7 @@ class _Frame:
         if self._saved is not None:
             self._saved[number] = None
 
+    @_disable_dynamo
     def fill(self, grad: Tensor) -> None:
         """The hook on what consumers made of the outputs."""
         self._recompute()

@@ -70,6 +70,45 @@ def test_gradients_are_those_of_a_graph_that_keeps_everything(name: str, passes:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("backward_too", [False, True])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_compiled_program_frees_and_recomputes_the_same(name: str, backward_too: bool) -> None:
+    freed = []
+
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        call = Recomputed()
+        y = call(FUNCTIONS[name], x * 2.0)
+        out = consumer(y, w[: y.shape[-1]]).square()
+        freed.append(call.free(out))
+        return out.sum()
+
+    def step(x: Tensor, w: Tensor) -> None:
+        forward(x, w).backward()
+
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(3)
+        torch._dynamo.reset()
+        x, w = leaf(8, 32), leaf(32, 16, seed=1)
+        if compiled and backward_too:
+            torch.compile(step, backend="aot_eager")(x, w)
+        elif compiled:
+            torch.compile(forward, backend="aot_eager")(x, w).backward()
+        else:
+            step(x, w)
+        results.append((x.grad, w.grad, torch.get_rng_state()))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+    assert freed[0] == freed[1] > 0
+
+
+def test_one_graph_of_all_is_an_error_that_names_it() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: Recomputed()(F.silu, x), fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"Recomputed\.__call__"):
+        compiled(leaf(2, 3))
+
+
 def test_without_the_native_library_values_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for built in (True, False):
