@@ -283,6 +283,36 @@ def test_strided_tensors_views_and_autograd(without_gloo: Callable[[], None]) ->
 
 
 @pytest.mark.distributed(world_size=2)
+def test_a_compiled_program_takes_part_as_another(without_gloo: Callable[[], None]) -> None:
+    """Rank 0 compiles: what is traced must neither be called with tensors that have no memory nor twice."""
+    enable()
+    dist.barrier()
+    without_gloo()
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * 2
+        dist.barrier()
+        rows = y.new_empty(2, 8)
+        dist.all_gather_into_tensor(rows, y)
+        shard = torch.empty_like(y)
+        dist.reduce_scatter_tensor(shard, rows, async_op=True).wait()
+        listed = [torch.empty_like(y) for _ in range(2)]
+        dist.all_gather(listed, shard + 1)
+        dist.all_reduce(y)
+        started = dist.broadcast(rows, 1, async_op=True)
+        while not started.is_completed():
+            pass
+        torch.cuda.synchronize()
+        return y + 1, rows * 3, *listed
+
+    rank = dist.get_rank()
+    x = torch.arange(8.0) + rank
+    found = (torch.compile(program, backend="aot_eager") if rank == 0 else program)(x)
+    for ours, theirs in zip(found, program(x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.distributed(world_size=2)
 def test_what_is_not_served_goes_to_gloo() -> None:
     enable()
     rank = dist.get_rank()

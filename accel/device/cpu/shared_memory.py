@@ -19,7 +19,7 @@ The rest is ``csrc/cpu/shared_memory_collectives.cpp``. What it promises:
 * so does a rank that meets another collective, or one of another size, than its own.
 
 Which collectives are served follows from their kind, dtype and reduction, which are the same on all
-ranks: :func:`reduces` and :func:`moves`.
+ranks: :func:`reduces` and :func:`moves`. ``torch.compile`` breaks its graph at each: none is traced.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo  # the public one takes a second to import
 
 from accel.ops import _native
 
@@ -97,6 +98,7 @@ _LAST: dict[int, int] = {}
 """Group -> ticket of its last asynchronous collective that was not waited for."""
 
 
+@_disable_dynamo
 def finish_all() -> None:
     """Wait for all collectives, as a device does when it is synchronized."""
     for work in list(UNFINISHED):
@@ -114,12 +116,14 @@ class Work(dist.Work):
         self._group, self._ticket = group, ticket
         _LAST[group] = ticket
 
+    @_disable_dynamo
     def wait(self, timeout: Any = None) -> bool:
         """Returns when the result is there. The time-out is the group's."""
         torch.ops.accel._shared_memory_wait(self._group, self._ticket)
         self._over()
         return True
 
+    @_disable_dynamo
     def is_completed(self) -> bool:
         done = bool(torch.ops.accel._shared_memory_done(self._group, self._ticket))
         if done:
@@ -152,17 +156,20 @@ class Channel:
         self._all_reduce = self._all_gather = self._reduce_scatter = _not_a_rank
         self._broadcast = self._barrier = _not_a_rank
 
+    @_disable_dynamo
     def all_reduce(self, tensor: torch.Tensor, op: Any, async_op: bool) -> Work | None:
         return self._work(
             self._all_reduce(self._handle, tensor, _REDUCTIONS[op], async_op), async_op
         )
 
+    @_disable_dynamo
     def all_gather(
         self, outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: bool
     ) -> Work | None:
         """`outputs`: one tensor that is cut evenly, or one for each rank, of any sizes."""
         return self._work(self._all_gather(self._handle, input, outputs, async_op), async_op)
 
+    @_disable_dynamo
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Any, async_op: bool
     ) -> Work | None:
@@ -170,10 +177,12 @@ class Channel:
         ticket = self._reduce_scatter(self._handle, output, inputs, _REDUCTIONS[op], async_op)
         return self._work(ticket, async_op)
 
+    @_disable_dynamo
     def broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Work | None:
         """`root`: rank within the group."""
         return self._work(self._broadcast(self._handle, tensor, root, async_op), async_op)
 
+    @_disable_dynamo
     def barrier(self, async_op: bool) -> Work | None:
         return self._work(self._barrier(self._handle, async_op), async_op)
 
@@ -202,6 +211,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+@_disable_dynamo
 def channel(group: Any = None) -> Channel | None:
     """The channel of `group`, set up at the first call, which is collective; None where the group
     stays with gloo, or is none."""
