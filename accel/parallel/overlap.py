@@ -31,6 +31,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo  # the public one takes a second to import
 
 from accel.device.streams import finish_current_stream
 from accel.log import log_once
@@ -253,6 +254,7 @@ def _run(kind: Kind, x: Tensor, w: Tensor, group: dist.ProcessGroup, plan: Plan 
     return plain(kind, x, w, group) if plan is None else overlapped(kind, x, w, group, plan)
 
 
+@_disable_dynamo
 @torch.no_grad()
 def _choose(
     kind: Kind,

@@ -602,6 +602,19 @@ def test_auto_measures_once_and_all_ranks_choose_alike() -> None:
     assert everybodys[0] == everybodys[1]
 
 
+@pytest.mark.distributed(world_size=2)
+def test_auto_measures_in_a_compiled_program() -> None:
+    chosen, group = Overlap(), dist.group.WORLD
+    x, w = draw(64, IN, dtype=torch.float32), draw(IN, OUT, dtype=torch.float32)
+
+    def program(x: Tensor) -> Plan | None:
+        return chosen.plan("gather", x * 2, w, group)
+
+    found = torch.compile(program, backend="aot_eager")(x)
+    assert list(chosen.chosen.values()) == [found]
+    assert program(x) == found
+
+
 @pytest.mark.parametrize(("with_bits", "chunks"), [(16, 16), (4, 4), (1, 1), (0, 16)])
 @pytest.mark.distributed(world_size=2)
 def test_auto_prefers_the_bits_of_the_plain_way(
