@@ -122,7 +122,7 @@ class Feature:
     prepare: Callable[[Context], Sequence[str]] | None = None
     """Called before Megatron's own validation; may change ``context.args`` and returns a line for
     each that it changed."""
-    around_validation: Callable[[Context], AbstractContextManager[None]] | None = None
+    around_validation: Callable[[Context], AbstractContextManager[object]] | None = None
     """Entered for the length of Megatron's own validation, when no feature is on yet."""
     switch_on: Callable[..., Callable[[], None]] | None = None
     """For what is no attribute of a module (a dispatcher kernel, say); is given the values of `settings` by

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from accel.feature import PRESETS, Context, Feature
-from accel.patches import _mindspeed, te_layers
+from accel.patches import _mindspeed
+from accel.patches._te_awaited import AWAITING
 from accel.patching import Patch
 from accel.upstream import megatron_version
 
@@ -54,7 +55,7 @@ HOOKS = (
         expects=("args", "defaults"),
         why="With --yaml-cfg Megatron validates its arguments elsewhere; features apply there too.",
     ),
-    te_layers.AWAITING,
+    AWAITING,
 )
 """Applied as soon as Megatron's arguments are imported, before any feature."""
 

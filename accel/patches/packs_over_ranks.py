@@ -15,7 +15,7 @@ answers the same.
 from __future__ import annotations
 
 from accel.feature import Context, Feature
-from accel.patches.te_layers import OF_PACKS
+from accel.patches._te_packs import OF_PACKS
 from accel.upstream import SUPPORTED_RANGE, te_serves
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from megatron.core.extensions import transformer_engine_spec_provider as upstream
 
-from accel.patches.te_layers import CLASSES, EXTENSION, execute, import_with_layers
+from accel.patches._te_execution import execute, import_with_layers
+from accel.patches._te_versions import EXTENSION
+from accel.patches.te_layers import CLASSES
 
 _EXECUTED = execute(EXTENSION)
 globals().update({name: vars(_EXECUTED)[name] for name in CLASSES if hasattr(_EXECUTED, name)})

@@ -44,9 +44,10 @@ def show_layers_to(package: str) -> None:
     """Upstream's tests import Transformer Engine themselves, for a probe or an `isinstance`, and ask for its
     version. In this run alone they find what Megatron's extension finds, and flash-linear-attention's empty
     package; everybody else is told the truth."""
-    from accel.patches import te_layers
+    from accel.patches._te_execution import import_with_layers
+    from accel.patches._te_versions import EXTENSION, VERSIONS
 
-    te_layers.VERSIONS[package] = te_layers.VERSIONS[te_layers.EXTENSION]
+    VERSIONS[package] = VERSIONS[EXTENSION]
     find = builtins.__import__
 
     @functools.wraps(find)
@@ -55,7 +56,7 @@ def show_layers_to(package: str) -> None:
     ) -> Any:
         asks = str((globals or {}).get("__name__", "")).partition(".")[0]
         if asks == package and name.partition(".")[0] == "transformer_engine":
-            return te_layers.import_with_layers(name, globals, locals, fromlist, level)
+            return import_with_layers(name, globals, locals, fromlist, level)
         if asks == package and name == "fla":
             return types.ModuleType(name)
         return find(name, globals, locals, fromlist, level)

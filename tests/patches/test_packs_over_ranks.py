@@ -17,6 +17,9 @@ import accel
 from accel.feature import Context
 from accel.layers import stand_in
 from accel.patches import context_parallel, packs_over_ranks, te_layers
+from accel.patches._te_packs import PARTITION, version_for_packs, with_starts
+from accel.patches._te_remade import MOCKS_BY_VALUE
+from accel.patches._te_versions import EXTENSION, get_version
 from tests.patches.test_te_layers import asked_by
 
 pytestmark = pytest.mark.skipif(
@@ -37,7 +40,7 @@ FLAGS = {
 
 def state() -> dict[str, object]:
     found: dict[str, object] = {}
-    for name in (*te_layers.PARTITION, te_layers.MOCKS_BY_VALUE[0]):
+    for name in (*PARTITION, MOCKS_BY_VALUE[0]):
         names = vars(importlib.import_module(name))
         found |= {f"{name}.{key}": value for key, value in names.items() if key[:2] != "__"}
     return found
@@ -51,13 +54,13 @@ def test_each_serves_alone_and_with_the_other_and_gives_everything_back(
     try:
         for who in order:
             accel.enable(preset="off", device="cpu", **EITHER[who])
-            for name in te_layers.PARTITION:
+            for name in PARTITION:
                 assert vars(importlib.import_module(name))["tex"] is stand_in.tex
                 assert asked_by(name, "1.10.0")
             for name, flag in FLAGS.items():
                 assert vars(importlib.import_module(name))[flag] is True
             served = who != "packs"
-            assert asked_by(te_layers.EXTENSION, "2.9.0") is served
+            assert asked_by(EXTENSION, "2.9.0") is served
             assert asked_by("megatron.core.transformer.attention", "2.2.0") is served
             assert not asked_by("megatron.core.fp8_utils", "1.0.0")
     finally:
@@ -67,16 +70,14 @@ def test_each_serves_alone_and_with_the_other_and_gives_everything_back(
     assert after.keys() == before.keys()
 
 
-@pytest.mark.parametrize(
-    "wraps", permutations([te_layers.get_version, te_layers.version_for_packs])
-)
+@pytest.mark.parametrize("wraps", permutations([get_version, version_for_packs]))
 def test_both_know_who_asks_whichever_is_the_outer_one(
     wraps: tuple[Callable[..., Any], ...],
 ) -> None:
     told = wraps[1](wraps[0](lambda: Version("0")))
     asked = {
-        te_layers.EXTENSION: "2.9.0",
-        te_layers.PARTITION[2]: "2.9.0",
+        EXTENSION: "2.9.0",
+        PARTITION[2]: "2.9.0",
         "megatron.core.fp8_utils": "0",
     }
     for module, version in asked.items():
@@ -90,7 +91,7 @@ def test_lengths_with_padding_are_those_without_where_no_others_are_given() -> N
         return given
 
     starts, padded, longest = torch.tensor([0, 4]), torch.tensor([0, 8]), torch.tensor([4])
-    split_ours = te_layers.with_starts(split)
+    split_ours = with_starts(split)
     assert split_ours({}, starts, None, longest) == (starts, starts, longest, None, None)
     assert split_ours({}, starts, padded, longest, 2, 1) == (starts, padded, longest, 2, 1)
 

@@ -19,8 +19,10 @@ from accel.feature import Context
 from accel.layers import stand_in
 from accel.log import log_once
 from accel.patches import te_layers
+from accel.patches._te_execution import execute, import_with_layers, importing_layers
+from accel.patches._te_remade import MOCKS_BY_VALUE
+from accel.patches._te_versions import EXPERTS, EXTENSION, VERSIONS
 from accel.patches.spec_checkpoints import as_saved, other_order, refuse_other_order
-from accel.patches.te_layers import VERSIONS
 from accel.upstream import SUPPORTED_MEGATRON
 from tests.versions import output_with
 
@@ -47,7 +49,7 @@ def asked_by(module: str, version: str) -> bool:
 def test_each_gate_is_told_what_the_layers_can_do(enabled: None) -> None:
     for module, version in VERSIONS.items():
         assert asked_by(module, version)
-        if module != te_layers.EXPERTS:  # the operations of 2.14
+        if module != EXPERTS:  # the operations of 2.14
             assert not asked_by(module, "2.10.0"), "split attention is refused"
     attention = "megatron.core.transformer.attention"
     assert asked_by(attention, "2.2.0"), "a causal mask in training with an inference context stays"
@@ -207,8 +209,8 @@ def test_a_package_that_is_there_after_all_is_what_is_imported(
 
         return ScaledSwiGLU
 
-    find = te_layers.importing_layers(find)
-    assert find() is te_layers.import_with_layers(name, fromlist=("ScaledSwiGLU",)).ScaledSwiGLU
+    find = importing_layers(find)
+    assert find() is import_with_layers(name, fromlist=("ScaledSwiGLU",)).ScaledSwiGLU
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         package = ".".join(parts[:depth])
@@ -243,8 +245,6 @@ def test_what_the_wrappers_copied_from_megatron_is_patched_with_it() -> None:
     before = layers._initialize_affine_weight_cpu
     accel.enable(preset="off", device="cpu")
     try:
-        from accel.patches.te_layers import EXTENSION, execute
-
         executed = execute(EXTENSION)
         assert layers._initialize_affine_weight_cpu is not before, "cpu_initialization wraps it"
         assert executed._initialize_affine_weight_cpu is layers._initialize_affine_weight_cpu
@@ -255,9 +255,7 @@ def test_what_the_wrappers_copied_from_megatron_is_patched_with_it() -> None:
 
 def hybrid_specs() -> tuple[types.ModuleType, str]:
     """The module of hybrid models' specs and its default; megatron-core 0.17 calls them Mamba models."""
-    for name, spec in zip(
-        te_layers.MOCKS_BY_VALUE, ("hybrid_stack_spec", "mamba_stack_spec"), strict=False
-    ):
+    for name, spec in zip(MOCKS_BY_VALUE, ("hybrid_stack_spec", "mamba_stack_spec"), strict=False):
         if importlib.util.find_spec(name.rpartition(".")[0]) is not None:
             return importlib.import_module(name), spec
     raise AssertionError
@@ -297,7 +295,7 @@ def test_copies_of_these_specs_are_replaced_and_brought_back(
         assert copy.mine is made
         assert holders(made) == held
         assert not holders(before)
-        if modelopt := sys.modules.get(te_layers.MOCKS_BY_VALUE[2]):
+        if modelopt := sys.modules.get(MOCKS_BY_VALUE[2]):
             layers = modelopt.hybrid_stack_spec_no_moe_grouped_gemm.submodules
             assert layers.mamba_layer is made.submodules.mamba_layer
     finally:
