@@ -34,7 +34,7 @@ from accel.patches._v_placement import MirroredGroup
 from accel.patching import Patch
 from accel.start_up import say
 
-__all__ = ["DRIVER", "WANTED", "Wanted", "measuring", "refused", "scheduled"]
+__all__ = ["DRIVER", "WANTED", "Wanted", "refused", "scheduled"]
 
 _HERE = "accel.patches._pipeline"
 
@@ -46,12 +46,26 @@ class Wanted:
     name: str | None = None
     extra_warmup: int = 0
     measurement: Measurement | None = None
+    """Of this training's third and fourth step."""
     posted: dict[tuple[int, bool], tuple[Schedule, Posting]] = field(default_factory=dict)
     """Of schedules that a device has run, with sized values or not: when later receives are posted."""
 
     @property
     def on(self) -> bool:
         return self.name is not None or self.extra_warmup > 0
+
+    def want(self, *, name: str | None = None, extra_warmup: int = 0) -> Callable[[], None]:
+        """One of the two, of which steps are measured; returns what takes it back, the latest first."""
+        before = self.name, self.extra_warmup
+        self.name, self.extra_warmup = name or self.name, extra_warmup or self.extra_warmup
+        self.measurement = Measurement(_Clock, _tell)
+
+        def off() -> None:
+            self.name, self.extra_warmup = before
+            if not self.on:
+                self.measurement = None
+
+        return off
 
     def schedule(
         self,
@@ -107,11 +121,6 @@ def refused(name: str, args: Any) -> str | None:
     except ValueError as error:
         return f"{error} (p: pipeline ranks, v: virtual stages of each, m: micro-batches of a step)"
     return None
-
-
-def measuring() -> Measurement:
-    """Of this training's third and fourth step."""
-    return Measurement(_Clock, _tell)
 
 
 class _Clock:

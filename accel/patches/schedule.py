@@ -54,7 +54,7 @@ from accel.parallel.schedule.names import (
     read,
 )
 from accel.patches import _linear, _split_backward, _v_placement
-from accel.patches._pipeline import DRIVER, WANTED, measuring, refused
+from accel.patches._pipeline import DRIVER, WANTED, refused
 from accel.patches._settings import first_given, needs_flags
 from accel.upstream import SUPPORTED_RANGE, flag_of, te_layers_asked
 
@@ -147,16 +147,13 @@ def _idle(context: Context) -> str | None:
 
 
 def switch_on(value: str) -> Callable[[], None]:
-    WANTED.name, WANTED.measurement = value, measuring()
-    undo: list[Callable[[], None]] = []
+    undo = [WANTED.want(name=value)]
     if has_parts(value):
         undo.append(_linear.switch_on())
     if is_v(value):
         undo.append(_v_placement.switch_on())
 
     def off() -> None:
-        WANTED.name = None
-        WANTED.measurement = WANTED.measurement if WANTED.on else None
         while undo:
             undo.pop()()
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from accel.feature import Context, Feature, Setting
 from accel.parallel.schedule.names import INTERLEAVED
-from accel.patches._pipeline import DRIVER, WANTED, measuring, refused
+from accel.patches._pipeline import DRIVER, WANTED, refused
 from accel.patches._settings import whole_number
 from accel.upstream import SUPPORTED_RANGE
 
@@ -48,13 +48,7 @@ def _refuses(context: Context) -> str | None:
 
 
 def switch_on(value: int) -> Callable[[], None]:
-    WANTED.extra_warmup, WANTED.measurement = value, measuring()
-
-    def off() -> None:
-        WANTED.extra_warmup = 0
-        WANTED.measurement = WANTED.measurement if WANTED.on else None
-
-    return off
+    return WANTED.want(extra_warmup=value)
 
 
 FEATURE = Feature(
