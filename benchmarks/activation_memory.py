@@ -250,7 +250,7 @@ def formula(side: str, shape: Shape) -> int:
 
 def plan(block: Any, given: Given, num_bytes: int) -> str:
     """Run steps until there is a plan for so many bytes above those that are there, and return its table."""
-    (planner,) = memory_budget.ON
+    planner = memory_budget.ON.value
     seconds(block, given)  # makes the gradients
     gc.collect()
     planner.budget = memory.memory_allocated() + num_bytes

@@ -21,6 +21,7 @@ JUDGE = ("testing/megatron_tests.py", "testing/megatron_plugin.py", "testing/meg
 FORBIDDEN = {
     "patching.py": ("accel", "torch", "megatron"),
     "log.py": ("accel", "torch", "megatron"),
+    "slot.py": ("accel", "torch", "megatron"),
     "feature.py": (
         "accel.patches",
         "accel.ops",

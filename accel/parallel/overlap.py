@@ -49,6 +49,7 @@ from accel.parallel.overlapped_linear import (
     matmul_reduce_scatter,
     pieces_of,
 )
+from accel.slot import Slot
 
 __all__ = ["Beside", "Overlap", "Times", "current", "plain", "predict", "switch_on"]
 
@@ -423,15 +424,14 @@ def _alternately(
     return slowest.tolist()
 
 
-_CURRENT: list[Overlap] = []
+_CURRENT = Slot[Overlap]()
 
 
 def switch_on(overlap: Overlap) -> Callable[[], None]:
     """Let the linear layers of this process ask it; returns what ends that."""
-    _CURRENT[:] = [overlap]
-    return _CURRENT.clear
+    return _CURRENT.set(overlap)
 
 
 def current() -> Overlap | None:
     """Whom a linear layer asks; None: nothing overlaps."""
-    return _CURRENT[0] if _CURRENT else None
+    return _CURRENT.get()

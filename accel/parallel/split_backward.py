@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel.slot import Slot
+
 __all__ = ["WeightPart", "current", "input_part"]
 
 Work = Callable[[], Tensor | None]
@@ -124,7 +126,7 @@ class _Delivery(torch.autograd.Function):
         return ctx.gradient(), None
 
 
-_CURRENT: list[WeightPart] = []
+_CURRENT = Slot[WeightPart]()
 """The part that is on, if any; of the process, as autograd has threads of its own."""
 
 
@@ -139,13 +141,13 @@ def input_part() -> Iterator[WeightPart]:
     if _CURRENT:
         raise RuntimeError("an input part of a backward pass was begun inside another one")
     part = WeightPart()
-    _CURRENT.append(part)
+    off = _CURRENT.set(part)
     try:
         yield part
     finally:
-        _CURRENT.clear()
+        off()
 
 
 def current() -> WeightPart | None:
     """Where a layer's backward may leave the gradients of its weights; None: it computes them."""
-    return _CURRENT[0] if _CURRENT else None
+    return _CURRENT.get()

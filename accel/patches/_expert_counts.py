@@ -14,6 +14,7 @@ from accel.log import log_once
 from accel.parallel.experts import load
 from accel.parallel.experts.load import LayerLoad, Recorder
 from accel.patching import Patch
+from accel.slot import Slot
 
 __all__ = ["DROPPING", "ROUTING", "layer_of", "number_of", "of_all_ranks", "uncounted_routers"]
 
@@ -21,7 +22,7 @@ _HERE = "accel.patches._expert_counts"
 _MOE = "megatron.core.transformer.moe"
 _CAPTURED = {"attn", "mlp", "mamba"}
 """What CUDA graphs may capture: no router is in it."""
-_WANTED: list[Tensor] = []
+_WANTED = Slot[Tensor]()
 """Of the router that runs, the map before capacity dropped some; or nothing."""
 
 
@@ -43,7 +44,8 @@ def counted(routing: Callable[..., Any]) -> Callable[..., Any]:
     def routing_(self: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
         _WANTED.clear()
         probs, routing_map = routing(self, logits, padding_mask)
-        wanted = _WANTED.pop() if _WANTED else None
+        wanted = _WANTED.get()
+        _WANTED.clear()
         if self.training and self.layer_number is not None:
             if load.ON:
                 _say_if_nobody_asks()
@@ -69,7 +71,7 @@ def before_dropping(dropping: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(dropping)
     def dropping_(routing_probs: Tensor, routing_map: Tensor, *rest: Any, **options: Any) -> Any:
-        _WANTED[:] = [routing_map]
+        _WANTED.set(routing_map)
         return dropping(routing_probs, routing_map, *rest, **options)
 
     return dropping_

@@ -56,13 +56,13 @@ from accel.feature import Context, Feature, Setting
 from accel.layers import attention as layer
 from accel.layers.attention import packed_starts, values_apart
 from accel.parallel.context import (
+    RING,
     Attention,
     ContextGroups,
     RingSettings,
     context_attention,
     documents_of,
     ring_settings,
-    switch_on_ring,
 )
 from accel.parallel.context.parts import Part
 from accel.patches._attention import dropout_of, scale_of
@@ -73,9 +73,6 @@ from accel.upstream import SUPPORTED_RANGE, te_layers_asked
 _HERE = "accel.patches.context_parallel"
 _ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 _GROUPS = "accel_context_groups"
-
-ON: list[RingSettings] = []
-"""One, or none."""
 
 ALGORITHMS = {
     "megatron_cp_algo": "p2p",
@@ -122,7 +119,7 @@ def split_over_ranks(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _only_while_on(module: Any, inputs: Any) -> None:
-    if not ON:
+    if not RING:
         ranks = module.config.context_parallel_size
         raise RuntimeError(
             f"context_parallel is off by now: upstream's attention, built for sequences that are split over "
@@ -461,14 +458,7 @@ def switch_on(
     keep: Any = "none",
     keep_interval: int = 0,
 ) -> Callable[[], None]:
-    ON[:] = [RingSettings(window, keep, keep_interval, algo, ulysses_degree)]
-    ring_off = switch_on_ring(ON[0])
-
-    def switch_off() -> None:
-        ON.clear()
-        ring_off()
-
-    return switch_off
+    return RING.set(RingSettings(window, keep, keep_interval, algo, ulysses_degree))
 
 
 FEATURE = Feature(

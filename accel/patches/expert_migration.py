@@ -44,6 +44,7 @@ from accel.patches._settings import (
     whole_number,
 )
 from accel.patching import Patch
+from accel.slot import Slot
 from accel.start_up import say
 from accel.upstream import SUPPORTED_RANGE, flag_of
 
@@ -91,8 +92,7 @@ class Migration:
         return found
 
 
-ON: list[Migration] = []
-"""One, or none."""
+ON = Slot[Migration]()
 
 
 def migrating(train_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,7 +109,7 @@ def migrating(train_step: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         from megatron.training import get_args
 
-        migration, args = ON[0], get_args()
+        migration, args = ON.value, get_args()
         if migration.states is None:
             migration.states = ParamStates(model, optimizer)
             for _, layer in _moe_layers(model):
@@ -245,12 +245,11 @@ def idle(context: Context) -> str | None:
 
 def switch_on(value: int, threshold: float) -> Callable[[], None]:
     migration = Migration(value, threshold)
-    ON.append(migration)
-    load.ON.append(migration.recorder)
+    undo = ON.set(migration), load.switch_on(migration.recorder)
 
     def switch_off() -> None:
-        ON.clear()
-        load.ON.remove(migration.recorder)
+        for each in undo:
+            each()
 
     return switch_off
 

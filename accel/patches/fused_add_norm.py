@@ -35,13 +35,14 @@ from accel.patches._kernels import kernels
 from accel.patches._layers import MAMBA_LAYER, TRANSFORMER_LAYER
 from accel.patches._settings import first_given
 from accel.patching import Patch
+from accel.slot import Slot
 from accel.upstream import SUPPORTED_RANGE, flag_of, te_serves
 
 _HERE = "accel.patches.fused_add_norm"
 SUMS = ("self_attn_bda", "cross_attn_bda", "mlp_bda", "mamba_bda")
 """A ``TransformerLayer``'s, and a ``MambaLayer``'s."""
 
-_ON: list[bool] = []
+_ON = Slot[bool]()
 
 
 class AddThenNorm:
@@ -142,8 +143,7 @@ def _idle(context: Context) -> str | None:
 
 
 def switch_on() -> Callable[[], None]:
-    _ON.append(True)
-    return _ON.clear
+    return _ON.set(True)
 
 
 FEATURE = Feature(

@@ -65,6 +65,7 @@ from accel.patches._linear import LINEAR
 from accel.patches._router_state import router_state, unlogged_indexer
 from accel.patches.recompute_modules import megatrons_generators, norms_of, recompute_norms
 from accel.patching import Patch
+from accel.slot import Slot
 from accel.upstream import SUPPORTED_RANGE, flag_of, te_checkpoints
 
 _HERE = "accel.patches.memory_budget"
@@ -352,8 +353,8 @@ class Planned(swap_attention.Swapping):
         return max((1 / rate if rate else math.inf for rate in rates), default=math.inf)
 
 
-ON: list[Planner] = []
-"""One, while the feature is on."""
+ON = Slot[Planner]()
+"""Filled while the feature is on."""
 
 
 def spans(layer: Any) -> list[Span]:
@@ -515,7 +516,7 @@ def planned(forward: Callable[..., Any]) -> Callable[..., Any]:
     def forward_(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or not self.training:
             return forward(self, *args, **kwargs)
-        return ON[0].run(self, forward, args, kwargs)
+        return ON.value.run(self, forward, args, kwargs)
 
     return forward_
 
@@ -531,7 +532,7 @@ def watching(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(passes)
         def watched(*inner: Any, **options: Any) -> Any:
-            with ON[0].watched():
+            with ON.value.watched():
                 return passes(*inner, **options)
 
         if name in kwargs:
@@ -554,12 +555,11 @@ def parse_budget(given: Any) -> int:
 
 def switch_on(value: int) -> Callable[[], None]:
     planner = Planner(value)
-    ON.append(planner)
-    swap_attention.ON.append(planner.swapping)
+    undo = ON.set(planner), swap_attention.ON.set(planner.swapping)
 
     def switch_off() -> None:
-        ON.clear()
-        swap_attention.ON.clear()
+        for each in undo:
+            each()
 
     return switch_off
 

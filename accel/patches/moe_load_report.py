@@ -41,6 +41,7 @@ from accel.parallel.experts.load import LayerLoad, Recorder
 from accel.patches._expert_counts import DROPPING, ROUTING, of_all_ranks, uncounted_routers
 from accel.patches._settings import no_experts, whole_number
 from accel.patching import Patch
+from accel.slot import Slot
 from accel.upstream import SUPPORTED_RANGE
 
 __all__ = ["FEATURE", "ON", "Report"]
@@ -56,8 +57,7 @@ class Report:
     recorder: Recorder = field(default_factory=Recorder)
 
 
-ON: list[Report] = []
-"""One, or none."""
+ON = Slot[Report]()
 
 
 def from_zero(should_run: Callable[..., bool]) -> Callable[..., bool]:
@@ -67,7 +67,7 @@ def from_zero(should_run: Callable[..., bool]) -> Callable[..., bool]:
     def should_run_(self: Any, data_iterator: Any) -> bool:
         runs = should_run(self, data_iterator)
         if runs:
-            ON[0].recorder.clear()
+            ON.value.recorder.clear()
         return runs
 
     return should_run_
@@ -86,11 +86,11 @@ def told(training_log: Callable[..., Any]) -> Callable[..., Any]:
         **more: Any,
     ) -> Any:
         result = training_log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **more)
-        if iteration % ON[0].every == 0:
+        if iteration % ON.value.every == 0:
             from megatron.training import get_args
 
             args = get_args()
-            layers = of_all_ranks(ON[0].recorder, args)
+            layers = of_all_ranks(ON.value.recorder, args)
             last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
             _tell(iteration, layers if last else [], args)
         return result
@@ -159,12 +159,11 @@ def _refuses(context: Context) -> str | None:
 
 def switch_on(value: int) -> Callable[[], None]:
     report = Report(value)
-    ON.append(report)
-    load.ON.append(report.recorder)
+    undo = ON.set(report), load.switch_on(report.recorder)
 
     def switch_off() -> None:
-        ON.clear()
-        load.ON.remove(report.recorder)
+        for each in undo:
+            each()
 
     return switch_off
 

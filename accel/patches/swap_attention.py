@@ -39,6 +39,7 @@ from accel.memory.swap_plan import History
 from accel.patches._layers import HYBRID_STACKS, TRANSFORMER_LAYER
 from accel.patches._linear import LINEAR
 from accel.patching import Patch
+from accel.slot import Slot
 from accel.start_up import say
 from accel.upstream import SUPPORTED_RANGE, te_layers_asked
 
@@ -118,8 +119,8 @@ class WhatHides(Swapping):
         return self._histories[block]
 
 
-ON: list[Swapping] = []
-"""One, while the feature is on."""
+ON = Slot[Swapping]()
+"""Filled while this feature is on, or ``memory_budget``."""
 
 
 def rate_of(swap: Swap) -> float:
@@ -134,7 +135,7 @@ def swapping(forward: Callable[..., Any]) -> Callable[..., Any]:
     def forward_(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
-        with ON[0].running(self):
+        with ON.value.running(self):
             return forward(self, *args, **kwargs)
 
     return forward_
@@ -171,7 +172,7 @@ def choosing(init: Callable[..., None]) -> Callable[..., None]:
             )
         if reason := _graphs(self.config, "cuda_graph_impl="):
             raise ValueError(f"swap_attention: {reason}")
-        for module in modules_of(self, ON[0].modules):
+        for module in modules_of(self, ON.value.modules):
             module.register_forward_pre_hook(_enter)
             module.register_forward_hook(_leave, always_call=True)
 
@@ -192,15 +193,15 @@ def modules_of(layer: Any, names: Sequence[str] = tuple(MODULES)) -> list[torch.
 def _enter(module: torch.nn.Module, args: Any) -> None:
     if not ON:
         return
-    chains = ON[0].chains
+    chains = ON.value.chains
     group = chains[-1].group(module.parameters()) if chains else nullcontext()
     group.__enter__()
-    ON[0].groups.append(group)
+    ON.value.groups.append(group)
 
 
 def _leave(module: torch.nn.Module, args: Any, output: Any) -> None:
     if ON:
-        ON[0].groups.pop().__exit__(None, None, None)
+        ON.value.groups.pop().__exit__(None, None, None)
 
 
 def parse_extent(given: Any) -> bool:
@@ -224,8 +225,7 @@ def parse_modules(given: Any) -> tuple[str, ...]:
 
 
 def switch_on(value: bool, modules: Sequence[str]) -> Callable[[], None]:
-    ON.append(WhatHides(value, modules))
-    return ON.clear
+    return ON.set(WhatHides(value, modules))
 
 
 LAYER_INIT = Patch(

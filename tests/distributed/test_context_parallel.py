@@ -20,6 +20,7 @@ from accel.ops import attention_ref
 from accel.ops.attention import dropout_mask_ref
 from accel.parallel import collectives
 from accel.parallel.context import (
+    RING,
     Attention,
     ContextGroups,
     Ring,
@@ -28,7 +29,6 @@ from accel.parallel.context import (
     documents_of,
     owners,
     ring_settings,
-    switch_on_ring,
 )
 from accel.parallel.context.heads import HeadShares, gather_tokens, scatter_tokens
 from accel.patches import context_parallel
@@ -396,7 +396,7 @@ def test_dropout_in_chunks_of_any_length(
 
 @pytest.mark.distributed(world_size=2)
 def test_layers_of_both_specs_have_the_ring_of_their_number() -> None:
-    undo = switch_on_ring(RingSettings(window=2, keep="keys", interval=1))
+    undo = RING.set(RingSettings(window=2, keep="keys", interval=1))
     rings = [ring_settings().of_layer(number) for number in (1, 2, 3, None)]
     undo()
     assert [ring.keep for ring in rings] == ["keys", "none", "keys", "keys"]
@@ -449,7 +449,7 @@ def test_bad_input_names_sizes_and_a_way_out() -> None:
         attend(5)
     with pytest.raises(ValueError, match=r"1 heads on each rank.*--cp-comm-type p2p"):
         attend(8, 1, cp_comm_type="a2a")
-    undo = switch_on_ring(RingSettings(window=3))
+    undo = RING.set(RingSettings(window=3))
     with pytest.raises(ValueError, match=r"window of 3 ranks.*ring of 2; use one of 1, 2"):
         attend()
     undo()

@@ -36,7 +36,7 @@ def test_trains_as_stock(
 
     def agreed(*figures: Any) -> Any:
         found = peak, _, _, rows = largest(*figures)
-        memory_budget.ON[0].budget = peak + int(share * sum(row[1] for row in rows))
+        memory_budget.ON.value.budget = peak + int(share * sum(row[1] for row in rows))
         return found
 
     def observed(self: Planner, passes: Any) -> None:

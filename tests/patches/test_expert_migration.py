@@ -93,9 +93,9 @@ def test_refuses_a_threshold(value: Any) -> None:
 def test_counts_only_while_it_is_on() -> None:
     accel.enable(preset="off", expert_migration=5, expert_migration_threshold=0.25)
     try:
-        assert [(each.every, each.threshold) for each in ON] == [(5, 0.25)]
+        assert (ON.value.every, ON.value.threshold) == (5, 0.25)
         assert len(load.ON) == 1
-        assert load.ON[0] is ON[0].recorder
+        assert load.ON[0] is ON.value.recorder
     finally:
         accel.disable()
     assert not ON

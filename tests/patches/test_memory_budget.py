@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def train(module: Any, iterations: int, expected: Any = None) -> None:
     """Two micro-batches in each iteration, whose gradients are compared with what is expected."""
     for iteration in range(iterations):
-        with memory_budget.ON[0].watched():
+        with memory_budget.ON.value.watched():
             for number in range(2):
                 seed = 10 * iteration + number
                 found = gradients(module, seed, buffers=True)[0]
@@ -93,7 +93,7 @@ def test_the_peak_is_within_the_budget_and_gradients_are_stocks(
         module = block(LAYERS, spec, **config)
         gradients(module, buffers=True)
         gc.collect()  # the other models
-        on = memory_budget.ON[0]
+        on = memory_budget.ON.value
         on.budget += memory.memory_allocated() + budget - _GIB
         train(module, TOLD_AT, expected)
         plan = on.plan
@@ -133,7 +133,7 @@ def test_mamba_layers_are_in_the_plan(share: float, monkeypatch: pytest.MonkeyPa
         module = stack()
         gradients(module, buffers=True)
         gc.collect()
-        on = memory_budget.ON[0]
+        on = memory_budget.ON.value
         budget = int(least + share * (kept - least))
         on.budget += memory.memory_allocated() + budget - _GIB
         train(module, TOLD_AT, expected)
@@ -160,7 +160,7 @@ def test_experts_are_measured_as_they_run() -> None:
         with one_rank(grouped_gemm=grouped, memory_budget=1.0):
             module = block(LAYERS, spec, **config)
             train(module, TOLD_AT, expected)
-            parts.append([m.costs.parts for m in memory_budget.ON[0].layers.values()])
+            parts.append([m.costs.parts for m in memory_budget.ON.value.layers.values()])
     for layer, one_by_one in zip(*parts, strict=True):
         found = {part: num_bytes for part, (num_bytes, _) in layer.items()}
         assert found == pytest.approx({part: n for part, (n, _) in one_by_one.items()}, rel=0.01)
@@ -186,7 +186,7 @@ def test_a_model_that_nobody_holds_is_let_go() -> None:
         module = block(2)
         train(module, 3)
         layers = [weakref.ref(layer) for layer in module.layers]
-        assert len(memory_budget.ON[0].layers) == 2
+        assert len(memory_budget.ON.value.layers) == 2
         del module
         gc.collect()
         assert [layer() for layer in layers] == [None, None]
@@ -197,7 +197,7 @@ def test_a_budget_that_nothing_meets_is_told(capsys: pytest.CaptureFixture[str])
     with one_rank(memory_budget=1e-6):
         module = block(2)
         train(module, 3)
-        plan = memory_budget.ON[0].plan
+        plan = memory_budget.ON.value.plan
     assert plan is not None
     assert [choice.name for choice in plan.choices] == [WHOLE, WHOLE]
     told = capsys.readouterr().out
@@ -220,7 +220,7 @@ def test_evaluation_and_a_graph_that_nobody_needs() -> None:
         expected = gradients(block(2), 5)[0]
     with one_rank(memory_budget=1.0):
         module = block(2)
-        on = memory_budget.ON[0]
+        on = memory_budget.ON.value
         with torch.no_grad():
             module.eval()(torch.randn(8, 1, 64), None)
         module.train()
@@ -251,7 +251,7 @@ def test_frozen_layers_that_nothing_runs_backward() -> None:
     with one_rank():
         expected = step(frozen())
     with one_rank(memory_budget=1.0):
-        module, on = frozen(), memory_budget.ON[0]
+        module, on = frozen(), memory_budget.ON.value
         for _ in range(memory_budget.PATIENCE):
             assert on.plan is None
             with on.watched():
@@ -269,7 +269,7 @@ def test_micro_batches_of_a_layer_without_a_backward_pass_are_not_in_flight(
         with one_rank(memory_budget=1.0):
             module = block(2, hidden_dropout=0.0, attention_dropout=0.0).requires_grad_(False)
             module.layers[1].mlp.linear_fc1.weight.requires_grad_()
-            on = memory_budget.ON[0]
+            on = memory_budget.ON.value
             for _ in range(memory_budget.PATIENCE):
                 with on.watched():
                     for _ in range(micro_batches):
@@ -415,4 +415,4 @@ def test_the_step_is_found_by_name_and_by_place() -> None:
     with one_rank(memory_budget=1.0):
         assert wrapped(forward_backward_func=passes) == (1, 2)
         assert wrapped(*[None] * 6, passes) == (1, 2)
-        assert memory_budget.ON[0].iteration == 2
+        assert memory_budget.ON.value.iteration == 2

@@ -34,7 +34,7 @@ TWO_EXPERTS = LayerLoad(1, (3, 1), (3, 1))
 @contextmanager
 def reporting(preset: str = "off", every: int = 1, **features: Any) -> Iterator[Recorder]:
     with one_rank(preset, moe_load_report=every, **features):
-        yield ON[0].recorder
+        yield ON.value.recorder
 
 
 def counted(recorder: Recorder) -> LayerLoad:
@@ -230,7 +230,7 @@ def test_nothing_is_wrapped_without_the_flag() -> None:
             "state": "active",
             "reason": "",
         }
-        assert len(ON) == len(load.ON) == 1
+        assert [ON.value.recorder] == load.ON
         accel.enable(preset="max")
         assert not ON
         assert not load.ON
@@ -451,7 +451,7 @@ def test_every_nth_iteration_is_told(
         layer = build()
         maps = dispatched(layer)
         for iteration in range(1, 5):
-            ON[0].recorder.clear()
+            ON.value.recorder.clear()
             layer(tokens(iteration))
             assert training_log({}, {}, 1e-3, iteration, 1.0, pg_collection=None) is True
     printed = capsys.readouterr().out
@@ -478,7 +478,7 @@ def test_curves_show_what_copies_did(monkeypatch: pytest.MonkeyPatch) -> None:
     with logging(monkeypatch, every=1) as training_log:
         layer = build()
         for iteration, copied in enumerate((True, False), 1):
-            ON[0].recorder.clear()
+            ON.value.recorder.clear()
             layer(tokens(iteration))
             if copied:
                 load.note_copies(1, [2 * TOKENS], [2 * TOKENS - 3], 4096, 0.25)

@@ -68,7 +68,7 @@ def test_a_configuration_that_leaves_nothing_to_swap_is_told(
     """As on a command line, where it is idle."""
     said: list[str] = []
     monkeypatch.setattr(swap_attention, "log_once", lambda feature, line: said.append(line))
-    monkeypatch.setattr(swap_attention, "ON", [SimpleNamespace(modules=())])
+    monkeypatch.setattr(swap_attention.ON, "_value", SimpleNamespace(modules=()))
     layer = SimpleNamespace(config=SimpleNamespace(**given))
     swap_attention.choosing(lambda self: None)(layer)
     assert len(said) == bool(told)
@@ -161,7 +161,7 @@ def test_an_error_in_a_layer_leaves_nothing_open() -> None:
         forward, attention.forward = attention.forward, lambda *args, **kwargs: 1 / 0
         with pytest.raises(ZeroDivisionError):
             gradients(module)
-        on = swap_attention.ON[0]
+        on = swap_attention.ON.value
         assert (on.chains, on.groups) == ([], [])
         attention.forward = forward
         found, _ = gradients(module)

@@ -4,11 +4,11 @@ from accel.parallel.context.attention import context_attention
 from accel.parallel.context.documents import documents_of
 from accel.parallel.context.groups import ContextGroups
 from accel.parallel.context.parts import Attention
-from accel.parallel.context.ring import Ring, RingSettings, ring_settings
-from accel.parallel.context.ring import switch_on as switch_on_ring
+from accel.parallel.context.ring import RING, Ring, RingSettings, ring_settings
 from accel.parallel.context.zigzag import owners
 
 __all__ = [
+    "RING",
     "Attention",
     "ContextGroups",
     "Ring",
@@ -17,5 +17,4 @@ __all__ = [
     "documents_of",
     "owners",
     "ring_settings",
-    "switch_on_ring",
 ]

@@ -24,7 +24,7 @@ Source: Liu et al. 2023 (arXiv:2310.01889); two rings: Gu et al. 2024 (arXiv:240
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -38,8 +38,10 @@ from accel.ops.attention import join_offset, offset_gradient
 from accel.parallel.collectives import Messages, Outbox
 from accel.parallel.context.parts import Attention, Part, place_of_chunk
 from accel.parallel.context.zigzag import halves
+from accel.slot import Slot
 
 __all__ = [
+    "RING",
     "Block",
     "Half",
     "Kept",
@@ -50,7 +52,6 @@ __all__ = [
     "ring_attention",
     "ring_order",
     "ring_settings",
-    "switch_on",
 ]
 
 Half = Literal["first", "second", "both"]
@@ -113,17 +114,13 @@ class RingSettings:
         return Ring(self.window, self.keep if keeps else "none")
 
 
-_SETTINGS: list[RingSettings] = []
-
-
-def switch_on(settings: RingSettings) -> Callable[[], None]:
-    """What the layers of this process ask for; returns what ends that."""
-    _SETTINGS[:] = [settings]
-    return _SETTINGS.clear
+RING = Slot[RingSettings]()
+"""What was asked for in this process."""
 
 
 def ring_settings() -> RingSettings:
-    return _SETTINGS[0] if _SETTINGS else RingSettings()
+    """What holds for its layers."""
+    return RING.get() or RingSettings()
 
 
 class Block(NamedTuple):

@@ -13,8 +13,9 @@ Layers are numbered from 1 through all pipeline stages.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 
@@ -32,6 +33,7 @@ __all__ = [
     "loads",
     "note_copies",
     "scalars",
+    "switch_on",
     "table",
     "to_png",
 ]
@@ -180,7 +182,13 @@ class Recorder:
 
 
 ON: list[Recorder] = []
-"""Those that `note_copies` serves."""
+"""Those that count."""
+
+
+def switch_on(recorder: Recorder) -> Callable[[], None]:
+    """Let it count, beside others; returns what ends that."""
+    ON.append(recorder)
+    return functools.partial(ON.remove, recorder)
 
 
 def note_copies(

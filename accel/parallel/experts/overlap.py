@@ -11,6 +11,7 @@ counts and the same price. A plan is of a micro-batch's own counts, and then mad
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from accel.parallel.experts.exchange import Experts, Loan
 from accel.parallel.experts.plan import Copy, moving_average, plan_copies, rank_loads
 from accel.parallel.experts.streams import OneStream, Streams, TwoStreams
 from accel.parallel.experts.traffic import Traffic
+from accel.slot import Slot
 from accel.start_up import say
 
 __all__ = [
@@ -260,13 +262,12 @@ class Overlap:
         return TwoStreams(self._second[device], device)
 
 
-_CURRENT: list[Overlap] = []
+_CURRENT = Slot[Overlap]()
 
 
 def switch_on(slices: int) -> Callable[[], None]:
     """Returns what ends that."""
-    _CURRENT[:] = [Overlap(slices)]
-    return _CURRENT.clear
+    return _CURRENT.set(Overlap(slices))
 
 
 def copy_hot_experts(
@@ -275,32 +276,24 @@ def copy_hot_experts(
     """Once it is switched on; returns what ends that.
 
     Raises:
-        IndexError: it is not.
+        LookupError: it is not.
     """
-    current().hot = HotExperts(most, price, every)
-
-    def off() -> None:
-        for overlap in _CURRENT:
-            overlap.hot = None
-
-    return off
+    overlap = current()
+    overlap.hot = HotExperts(most, price, every)
+    return functools.partial(setattr, overlap, "hot", None)
 
 
 def take_two_streams() -> Callable[[], None]:
     """Once it is switched on, on devices that have streams; returns what ends that.
 
     Raises:
-        IndexError: it is not.
+        LookupError: it is not.
     """
-    current().two_streams = True
-
-    def off() -> None:
-        for overlap in _CURRENT:
-            overlap.two_streams = False
-
-    return off
+    overlap = current()
+    overlap.two_streams = True
+    return functools.partial(setattr, overlap, "two_streams", False)
 
 
 def current() -> Overlap:
-    """Raises IndexError where nothing was switched on."""
-    return _CURRENT[0]
+    """Raises LookupError where nothing was switched on."""
+    return _CURRENT.value

@@ -1,0 +1,38 @@
+"""A place for at most one value, for what a module has while a feature is on.
+
+Standard library only; knows neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["Slot"]
+
+
+class Slot[T]:
+    """Empty at first, and false while it is."""
+
+    def __init__(self) -> None:
+        self._value: T | None = None
+
+    def __bool__(self) -> bool:
+        return self._value is not None
+
+    def set(self, value: T) -> Callable[[], None]:
+        """In place of what was there; returns what empties the slot."""
+        self._value = value
+        return self.clear
+
+    def clear(self) -> None:
+        self._value = None
+
+    def get(self) -> T | None:
+        return self._value
+
+    @property
+    def value(self) -> T:
+        """Raises LookupError where the slot is empty."""
+        if self._value is None:
+            raise LookupError("the slot is empty: what fills it is not on")
+        return self._value
