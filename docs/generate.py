@@ -134,6 +134,11 @@ def mindspeed_page() -> str:
             ("MindSpeed", "accel"),
             [(written(flags(theirs)), written(ours)) for ours, theirs in taken.items()],
         ),
+        "The words of these are others here, and are translated:",
+        table(
+            ("MindSpeed", "here"),
+            [(written(theirs), written(text)) for theirs, text in _mindspeed.TRANSLATED.items()],
+        ),
         "Of the others a line says what serves instead, before Megatron refuses them:",
         table(
             ("MindSpeed", "instead"),

@@ -271,12 +271,9 @@ class DotProductAttention(ExtraState):
             cp_global_ranks, cp_stream: not needed here.
 
         Raises:
-            ValueError: `cp_comm_type` is not known, or not what `context_parallel_algo` asks for.
+            ValueError: `cp_comm_type` is not known.
         """
         groups = None if cp_group is None else ContextGroups.of(cp_group, cp_comm_type)
-        if groups is not None:
-            ring_settings().check(cp_comm_type)
-            ring_settings().check_groups(groups.ranks_by_heads)
         self.cp_comm_type, self.context_groups = cp_comm_type, groups
 
     def forward(

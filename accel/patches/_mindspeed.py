@@ -1,11 +1,15 @@
 """MindSpeed's command line (Ascend/MindSpeed, what its `features_manager` registers), for scripts that were
-written for it: flags that mean one of accel's, and what to write instead of the others."""
+written for it: flags that mean one of accel's, flags that are said in other words here, and what to write
+instead of the others."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Collection, Iterable, Iterator
 
-__all__ = ["ALIASES", "INSTEAD", "hints"]
+from accel.patches._settings import divisors, needs_flags, whole_number
+
+__all__ = ["ALIASES", "INSTEAD", "TRANSLATED", "add_options", "hints", "translate"]
 
 ALIASES = {
     "--use-fused-rmsnorm": "--accel-fused-norm",
@@ -26,19 +30,31 @@ ALIASES = {
     "--use-ascend-coc": "--accel-tp-overlap",
     "--use-ascend-mc2": "--accel-tp-overlap",
     "--coc-parallel-num": "--accel-tp-overlap-chunks",
-    "--context-parallel-algo": "--accel-context-parallel-algo",
-    "--ulysses-degree-in-cp": "--accel-context-parallel-ulysses-degree",
     "--cp-window-size": "--accel-context-parallel-window",
     "--use-cp-send-recv-overlap": "--accel-context-parallel",
-    "--context-parallel-kv-cache-policy": "--accel-context-parallel-keep",
     "--context-parallel-cache-interval": "--accel-context-parallel-keep-interval",
-    "--attention-mask-type": "--accel-context-parallel-mask-type",
     "--moe-tp-extend-ep": "--accel-moe-tp-extend-ep",
     "--moe-alltoall-overlap-comm": "--accel-moe-overlap",
     "--balanced-moe-experts": "--accel-hot-experts",
-    "--balanced-moe-hot-expert-num": "--accel-hot-experts-number",
 }
 """MindSpeed's spelling -> accel's, which Megatron's parser takes as one flag."""
+
+TRANSLATED = {
+    "--context-parallel-algo": "--cp-comm-type",
+    "--ulysses-degree-in-cp": "--hierarchical-context-parallel-sizes",
+    "--context-parallel-kv-cache-policy": "--accel-context-parallel-keep",
+    "--attention-mask-type": "causal alone: the mask is what the model says",
+    "--balanced-moe-hot-expert-num": "--accel-hot-experts N",
+}
+"""MindSpeed's flag, whose values are other words here -> whose they are."""
+
+_COMM_TYPES = {
+    "megatron_cp_algo": "p2p",
+    "ulysses_cp_algo": "a2a",
+    "kvallgather_cp_algo": "all_gather",
+    "hybrid_cp_algo": "a2a+p2p",
+}
+_KEPT = {"half": "keys", "full": "all"}
 
 NOTHING = "nothing here does that"
 
@@ -132,3 +148,72 @@ def hints(words: Iterable[str], known: Collection[str]) -> Iterator[str]:
     for flag in flags:
         if flag in INSTEAD and flag not in known:
             yield f"{flag} is MindSpeed's: {INSTEAD[flag]}"
+
+
+def add_options(group: argparse._ArgumentGroup) -> None:
+    """Those of `TRANSLATED`, for `translate` to take from what was parsed."""
+    for flag, here in TRANSLATED.items():
+        text = f"MindSpeed's; here {here}"
+        group.add_argument(flag, dest=flag, metavar="WORD", default=argparse.SUPPRESS, help=text)
+
+
+def translate(args: argparse.Namespace) -> list[str]:
+    """Say what `TRANSLATED` were given in Megatron's flags and accel's; a line for Megatron's.
+
+    Raises:
+        ValueError: a word that means nothing here, one without another that it needs, or a yaml file in place
+            of Megatron's flags.
+    """
+    given = {flag: vars(args).pop(flag, None) for flag in TRANSLATED}
+    if (mask := given["--attention-mask-type"]) not in (None, "causal"):
+        raise ValueError(
+            f"--attention-mask-type {mask}: a split sequence has the mask of the model's layers, causal in a "
+            "GPT; use causal"
+        )
+    if (kept := given["--context-parallel-kv-cache-policy"]) is not None:
+        args.accel_context_parallel_keep = _KEPT.get(kept, kept)
+    if (number := given["--balanced-moe-hot-expert-num"]) is not None:
+        if not args.accel_hot_experts:
+            raise ValueError(
+                f"--balanced-moe-hot-expert-num {number} does nothing without --balanced-moe-experts"
+            )
+        args.accel_hot_experts = number
+    return _share_sequences(args, given["--context-parallel-algo"], given["--ulysses-degree-in-cp"])
+
+
+def _share_sequences(
+    args: argparse.Namespace, algorithm: str | None, degree: str | None
+) -> list[str]:
+    if (algorithm == "hybrid_cp_algo") != (degree is not None):
+        raise ValueError(
+            "--ulysses-degree-in-cp and --context-parallel-algo hybrid_cp_algo need each other"
+        )
+    if algorithm is None:
+        return []
+    if algorithm not in _COMM_TYPES:
+        raise ValueError(
+            f"--context-parallel-algo {algorithm}: use {', '.join(_COMM_TYPES)}, or Megatron's --cp-comm-type"
+        )
+    comm_type = _COMM_TYPES[algorithm]
+    needs_flags(args, "--context-parallel-algo", f"set cp_comm_type: {comm_type} there")
+    args.cp_comm_type = [comm_type]
+    line = f"--context-parallel-algo: --cp-comm-type {comm_type}"
+    if degree is not None:
+        inner, across = args.hierarchical_context_parallel_sizes = _sizes(args, degree)
+        line += f" --hierarchical-context-parallel-sizes {inner} {across}"
+    return [line]
+
+
+def _sizes(args: argparse.Namespace, degree: str) -> list[int]:
+    """How many ranks exchange heads, and how many groups of them there are."""
+    ranks = args.context_parallel_size
+    try:
+        inner = whole_number(degree, "ranks")
+    except ValueError as error:
+        raise ValueError(f"--ulysses-degree-in-cp: {error}") from None
+    if ranks % inner:
+        raise ValueError(
+            f"--ulysses-degree-in-cp {inner} does not divide --context-parallel-size {ranks}: use one of "
+            f"{divisors(ranks)}"
+        )
+    return [inner, ranks // inner]

@@ -9,6 +9,7 @@ from accel.feature import Context
 from accel.upstream import flag_of
 
 __all__ = [
+    "divisors",
     "first_given",
     "idle_without",
     "needs_flags",
@@ -52,8 +53,13 @@ def one_expert_rank(context: Context) -> str | None:
 def needs_flags(args: Any, flag: str, instead: str) -> None:
     """Before Megatron validates: raises ValueError where it takes its configuration from a file, in which it
     is nested, and a flag would change other flags in vain; `instead` says what to write into the file."""
-    if hasattr(args, "model_parallel"):
+    if getattr(args, "yaml_cfg", None) or hasattr(args, "model_parallel"):
         raise ValueError(f"{flag} changes other flags, in whose place --yaml-cfg is: {instead}")
+
+
+def divisors(number: int) -> str:
+    """For an error that names what fits."""
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
 def whole_number(given: Any, of: str, *, least: int = 1) -> int:

@@ -221,16 +221,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             action="store_false",
             help=argparse.SUPPRESS,
         )
-    _reject_misspelt(parser)
+    _mindspeed.add_options(group)
+    _check_words(parser)
 
 
 def _spellings(flag: str) -> list[str]:
     return [flag, *(theirs for theirs, ours in ALIASES.items() if ours == flag)]
 
 
-def _reject_misspelt(parser: argparse.ArgumentParser) -> None:
+def _check_words(parser: argparse.ArgumentParser) -> None:
     """One line and exit status 2 for an unknown ``--accel-*`` flag, even where unknown flags are
-    ignored; and a line for what MindSpeed's mean here, which Megatron then refuses or ignores."""
+    ignored; and a line for what MindSpeed's mean here, which Megatron then takes, refuses or ignores."""
     parse_known_args = parser.parse_known_args
 
     def checked(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
@@ -250,6 +251,9 @@ def _reject_misspelt(parser: argparse.ArgumentParser) -> None:
             for hint in _mindspeed.hints(words, parser._option_string_actions):
                 print(f"accel: {hint}", file=sys.stderr)
         parsed = parse_known_args(args, namespace)
+        lines = _mindspeed.translate(parsed[0])
+        for line in lines if first else ():
+            print(f"accel: {line}", file=sys.stderr)
         _PARSED.update({k: v for k, v in vars(parsed[0]).items() if k.startswith("accel_")})
         return parsed
 

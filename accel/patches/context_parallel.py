@@ -30,8 +30,6 @@ all ranks; for it scores are computed once more, a slice of queries at a time.
 on their way. ``--accel-context-parallel-keep keys`` or ``all`` keeps the received keys, or keys and values,
 for the backward, in each layer or after every ``--accel-context-parallel-keep-interval`` others. Where there
 is no ring, a line for each says that it does nothing.
-``--accel-context-parallel-algo`` and ``--accel-context-parallel-ulysses-degree`` are MindSpeed's way to ask
-for ``--cp-comm-type``; without a command line a layer whose configuration says another one is an error.
 
 **Not with** a mask of its own or an attention bias; nor with
 ``--dataloader-inter-document-masking``, whose rows Megatron splits without regard to the documents that it
@@ -66,7 +64,7 @@ from accel.parallel.context import (
 )
 from accel.parallel.context.parts import Part
 from accel.patches._attention import dropout_of, scale_of
-from accel.patches._settings import needs_flags, whole_number
+from accel.patches._settings import divisors, whole_number
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE, te_layers_asked
 
@@ -74,21 +72,8 @@ _HERE = "accel.patches.context_parallel"
 _ATTENTION = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 _GROUPS = "accel_context_groups"
 
-ALGORITHMS = {
-    "megatron_cp_algo": "p2p",
-    "ulysses_cp_algo": "a2a",
-    "kvallgather_cp_algo": "all_gather",
-    "hybrid_cp_algo": "a2a+p2p",
-}
-"""MindSpeed's names -> Megatron's."""
-KEPT = {
-    "none": "none",
-    "keys": "keys",
-    "all": "keys and values",
-    "half": "keys",
-    "full": "keys and values",
-}
-"""What may be asked for, MindSpeed's two words last."""
+KEPT = {"none": "none", "keys": "keys", "all": "keys and values"}
+"""What may be asked for."""
 
 
 def split_over_ranks(init: Callable[..., None]) -> Callable[..., None]:
@@ -103,15 +88,12 @@ def split_over_ranks(init: Callable[..., None]) -> Callable[..., None]:
             init(self, *args, **kwargs)
             self.accel_cp_comm_type = comm_type  # of groups that batches bring
             return
-        ring_settings().check(comm_type)
         alone = copy.copy(config)
         alone.context_parallel_size = 1
         bound.arguments["config"] = alone
         init(*bound.args, **bound.kwargs)
         self.config = config
-        groups = _groups(bound.arguments.get("pg_collection"), comm_type)
-        ring_settings().check_groups(1 if groups is None else groups.ranks_by_heads)
-        setattr(self, _GROUPS, groups)
+        setattr(self, _GROUPS, _groups(bound.arguments.get("pg_collection"), comm_type))
         self.accel_cp_comm_type = comm_type
         self.register_forward_pre_hook(_only_while_on)
 
@@ -244,19 +226,19 @@ def check(context: Context) -> None:
 
 
 def check_sizes(context: Context) -> list[str]:
-    """Translate MindSpeed's flags, and refuse sizes before Megatron asserts them or a layer meets them.
+    """Refuse sizes before Megatron asserts them or a layer meets them; a line for each setting that does
+    nothing.
 
     Raises:
         ValueError: it names the flags, the sizes and the nearest that work.
     """
     args = context.args
     ranks = getattr(args, "context_parallel_size", 1) or 1
-    notes = _translate(args, ranks)
     types = getattr(args, "cp_comm_type", None) or []
     types = [types] if isinstance(types, str) else types
     sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
     without_ring = _without_ring(context, types, sizes)
-    notes += _unused_settings(args, without_ring)
+    notes = _unused_settings(args, without_ring)
     if ranks == 1:
         return notes
     length = getattr(args, "seq_length", None)
@@ -365,30 +347,6 @@ def _check_heads(args: Any, comm_type: str, degree: int) -> None:
         )
 
 
-def _translate(args: Any, ranks: int) -> list[str]:
-    algorithm = _given(args, "algo", parse_algorithm)
-    inner = _given(args, "ulysses_degree", parse_count)
-    hybrid = algorithm == ALGORITHMS["hybrid_cp_algo"]
-    if hybrid != (inner is not None):
-        raise ValueError(
-            "--ulysses-degree-in-cp and --context-parallel-algo hybrid_cp_algo need each other"
-        )
-    if algorithm is None:
-        return []
-    needs_flags(args, "--context-parallel-algo", f"set cp_comm_type: {algorithm} there")
-    args.cp_comm_type = [algorithm]
-    note = f"--context-parallel-algo: --cp-comm-type {algorithm}"
-    if inner is not None:
-        if ranks % inner:
-            raise ValueError(
-                f"--ulysses-degree-in-cp {inner} does not divide --context-parallel-size {ranks}: use one "
-                f"of {_divisors(ranks)}"
-            )
-        args.hierarchical_context_parallel_sizes = [inner, ranks // inner]
-        note += f" --hierarchical-context-parallel-sizes {inner} {ranks // inner}"
-    return [note]
-
-
 def _given(args: Any, setting: str, parse: Callable[[Any], Any]) -> Any:
     """Before features are chosen: None if it was not given; an error names the flag."""
     value = getattr(args, f"accel_context_parallel_{setting}", None)
@@ -397,16 +355,6 @@ def _given(args: Any, setting: str, parse: Callable[[Any], Any]) -> Any:
     except ValueError as error:
         flag = f"--accel-context-parallel-{setting.replace('_', '-')}"
         raise ValueError(f"{flag}: {error}") from None
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
-
-
-def parse_algorithm(given: Any) -> str:
-    if given not in ALGORITHMS:
-        raise ValueError(f"{given!r}: use {', '.join(ALGORITHMS)}, or Megatron's --cp-comm-type")
-    return ALGORITHMS[given]
 
 
 def parse_count(given: Any) -> int:
@@ -421,14 +369,6 @@ def parse_kept(given: Any) -> str:
     if given not in KEPT:
         raise ValueError(f"{given!r}: use {', '.join(KEPT)}")
     return KEPT[given]
-
-
-def parse_mask(given: Any) -> str:
-    if given != "causal":
-        raise ValueError(
-            f"{given!r}: a split sequence has the mask of the model's layers, causal in a GPT; use causal"
-        )
-    return str(given)
 
 
 def idle(context: Context) -> str | None:
@@ -446,19 +386,12 @@ def _check_window(args: Any, ring: int) -> None:
     if ring % window:
         raise ValueError(
             f"--accel-context-parallel-window {window}: a window of {window} ranks does not divide the "
-            f"ring of {ring}: use one of {_divisors(ring)}"
+            f"ring of {ring}: use one of {divisors(ring)}"
         )
 
 
-def switch_on(
-    algo: str | None = None,
-    ulysses_degree: int | None = None,
-    mask_type: str | None = None,
-    window: int = 1,
-    keep: Any = "none",
-    keep_interval: int = 0,
-) -> Callable[[], None]:
-    return RING.set(RingSettings(window, keep, keep_interval, algo, ulysses_degree))
+def switch_on(window: int = 1, keep: Any = "none", keep_interval: int = 0) -> Callable[[], None]:
+    return RING.set(RingSettings(window, keep, keep_interval))
 
 
 FEATURE = Feature(
@@ -492,24 +425,6 @@ FEATURE = Feature(
             summary="layers between two that keep (default: 0)",
             parse=parse_interval,
             default=0,
-        ),
-        Setting(
-            name="algo",
-            metavar="NAME",
-            summary=f"--cp-comm-type by MindSpeed's names: {', '.join(ALGORITHMS)}",
-            parse=parse_algorithm,
-        ),
-        Setting(
-            name="ulysses_degree",
-            metavar="RANKS",
-            summary="ranks that exchange heads, under hybrid_cp_algo",
-            parse=parse_count,
-        ),
-        Setting(
-            name="mask_type",
-            metavar="KIND",
-            summary="causal",
-            parse=parse_mask,
         ),
     ),
     switch_on=switch_on,

@@ -9,8 +9,7 @@ their order alone.
 
 ``--accel-hot-experts-price ROWS`` says how many rows' work a copy must save; without it that is measured
 where the first layer runs, and the plan, and with it the last digits, may differ from run to run. 0:
-whatever shortens the longest rank. ``--accel-hot-experts-number`` is N by itself, as MindSpeed gives it
-(``--balanced-moe-experts --balanced-moe-hot-expert-num N``).
+whatever shortens the longest rank.
 
 ``--accel-hot-experts-every K`` plans ahead instead, once in K micro-batches from a moving average of the
 counts before, so that the matrices travel beside the attention before the layer: for links that take longer
@@ -96,10 +95,8 @@ def refused(context: Context) -> str | None:
     return None
 
 
-def switch_on(
-    value: int, number: int | None, price: float | None, every: int | None
-) -> Callable[[], None]:
-    return overlap.copy_hot_experts(value if number is None else number, price, every)
+def switch_on(value: int, price: float | None, every: int | None) -> Callable[[], None]:
+    return overlap.copy_hot_experts(value, price, every)
 
 
 FEATURE = Feature(
@@ -119,12 +116,6 @@ FEATURE = Feature(
             summary="how many experts of a layer may be copied",
             parse=parse_number,
             default=3,
-        ),
-        Setting(
-            name="number",
-            metavar="N",
-            summary="the same, beside a flag without a number",
-            parse=parse_number,
         ),
         Setting(
             name="price",

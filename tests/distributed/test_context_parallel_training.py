@@ -126,11 +126,14 @@ def test_queries_and_keys_are_clipped(comm_type: str, monkeypatch: pytest.Monkey
         ),
         (
             "--context-parallel-algo ring",
-            r"--accel-context-parallel-algo: 'ring': use mega.*--cp-comm-type",
+            r"--context-parallel-algo ring: use mega.*--cp-comm-type",
         ),
         ("--cp-window-size two", "--accel-context-parallel-window: 'two' is no number of ranks"),
-        ("--attention-mask-type general", "'general': a split sequence has the mask"),
-        ("--context-parallel-kv-cache-policy most", "'most': use none, keys, all, half, full"),
+        (
+            "--attention-mask-type general",
+            "--attention-mask-type general: a split sequence has the mask",
+        ),
+        ("--context-parallel-kv-cache-policy most", "'most': use none, keys, all"),
     ],
 )
 def test_bad_input_is_one_error(flags: str, message: str) -> None:

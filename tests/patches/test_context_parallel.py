@@ -11,7 +11,6 @@ from torch import Tensor
 
 import accel
 from accel.feature import Context
-from accel.layers.attention import DotProductAttention
 from accel.parallel.context import ContextGroups, owners
 from accel.patches import context_parallel
 from accel.upstream import SUPPORTED_MEGATRON
@@ -87,49 +86,6 @@ def test_arbitrary_without_a_mask_is_an_error() -> None:
     assert attend("arbitrary", nothing_hidden).shape == (8, 1, 8)
     with pytest.raises(ValueError, match="an attention mask of its own"):
         attend("arbitrary", nothing_hidden.logical_not().triu(1))
-
-
-@pytest.mark.parametrize("spec", ["local", "transformer_engine"])
-def test_a_layer_of_another_kind_than_mindspeeds_name_asks_for_is_an_error(
-    spec: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    """`accel.enable(context_parallel_algo=...)` without a command line, which it would change."""
-    monkeypatch.setattr(ContextGroups, "of", lambda group, comm_type: ALONE)
-    monkeypatch.setattr(context_parallel, "_groups", lambda collection, comm_type: ALONE)
-    group = object()
-
-    def build(comm_type: str | None, ranks: int = 2) -> Any:
-        if spec == "transformer_engine":
-            layer = DotProductAttention(2, 4)
-            layer.set_context_parallel_group(
-                None if ranks == 1 else group, [], None, comm_type or "p2p"
-            )  # type: ignore[arg-type]
-            return layer
-        layer = torch.nn.Module()
-        init = context_parallel.split_over_ranks(_as_upstreams)
-        config = SimpleNamespace(context_parallel_size=ranks)
-        init(layer, config, cp_comm_type=comm_type, pg_collection=SimpleNamespace(cp=group))  # type: ignore[call-arg]
-        return layer
-
-    build("all_gather")  # as long as nobody asks for anything
-    request.addfinalizer(
-        context_parallel.switch_on(algo=context_parallel.parse_algorithm("ulysses_cp_algo"))
-    )
-    build("a2a")
-    build(None, ranks=1)
-    message = (
-        "context_parallel_algo asks for cp_comm_type='a2a', this layer's configuration says '{}'"
-    )
-    for given, said in ((None, "p2p"), ("all_gather", "all_gather")):
-        with pytest.raises(ValueError, match=message.format(said)):
-            build(given)
-    assert ALONE.ranks_by_heads == 1
-    request.addfinalizer(context_parallel.switch_on(ulysses_degree=1))
-    build("a2a+p2p")
-    request.addfinalizer(context_parallel.switch_on(ulysses_degree=4))
-    message = "ulysses_degree asks for 4 ranks that exchange heads, this layer's groups have 1"
-    with pytest.raises(ValueError, match=message):
-        build("p2p")
 
 
 def _as_upstreams(
@@ -314,9 +270,3 @@ def test_settings_of_rings_get_no_line_where_there_is_one(args: dict[str, Any]) 
         "--accel-context-parallel-keep-interval 1 does nothing: nothing is kept without "
         "--accel-context-parallel-keep"
     )
-
-
-def test_settings_of_rings_get_a_line_where_mindspeeds_flag_asks_for_none() -> None:
-    first, second = with_settings({"algo": "kvallgather_cp_algo", "window": "2"})
-    assert first == "--context-parallel-algo: --cp-comm-type all_gather"
-    assert second.endswith("there is no ring of accel's (--cp-comm-type all_gather)")

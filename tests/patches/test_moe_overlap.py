@@ -88,7 +88,6 @@ def test_hot_experts_bring_the_overlap() -> None:
     [
         ({"hot_experts": "5"}, 5),
         ({"hot_experts": True}, 3),
-        ({"hot_experts": True, "hot_experts_number": "7"}, 7),
     ],
 )
 def test_number_of_hot_experts(wishes: dict[str, Any], most: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from accel.feature import Context
-from accel.patches import command_line, context_parallel, moe_tp_extend_ep, schedule, te_layers
+from accel.patches import command_line, moe_tp_extend_ep, schedule, te_layers
 from accel.patches.gradient_accumulation_fusion import without_megatron_fsdp
 from accel.patches.local_spec import without_te
 from accel.patches.memory_history import without_history
@@ -202,11 +202,6 @@ def test_flags_reach_the_features_under_yaml_too(
             moe_tp_extend_ep.prepare,
             {"accel_moe_tp_extend_ep": True},
             "expert_tensor_parallel_size: 1",
-        ),
-        (
-            context_parallel.check_sizes,
-            {"accel_context_parallel_algo": "ulysses_cp_algo"},
-            "cp_comm_type: a2a",
         ),
         (
             schedule.FEATURE.prepare,

@@ -85,28 +85,6 @@ class RingSettings:
     keep: Kept = "none"
     interval: int = 0
     """Layers between two that keep: 0, all of them do."""
-    comm_type: str | None = None
-    """What every layer is to have; None: what its configuration says."""
-    ranks_by_heads: int | None = None
-    """How many ranks of every layer exchange heads; None: as many as its groups say."""
-
-    def check(self, comm_type: str) -> None:
-        """Raises ValueError for a layer whose configuration says another `comm_type`."""
-        if self.comm_type not in (None, comm_type.replace("allgather", "all_gather")):
-            raise ValueError(
-                f"context_parallel_algo asks for cp_comm_type={self.comm_type!r}, this layer's configuration "
-                f"says {comm_type!r}: accel changes Megatron's command line alone; set it there"
-            )
-
-    def check_groups(self, ranks_by_heads: int) -> None:
-        """Raises ValueError for a layer whose groups say otherwise."""
-        if self.ranks_by_heads not in (None, ranks_by_heads):
-            raise ValueError(
-                f"context_parallel_ulysses_degree asks for {self.ranks_by_heads} ranks that exchange heads, "
-                f"this layer's groups have {ranks_by_heads}: accel changes Megatron's command line alone; "
-                "give initialize_model_parallel(hierarchical_context_parallel_sizes=[ranks that exchange "
-                "heads, ranks across])"
-            )
 
     def of_layer(self, number: int | None) -> Ring:
         """`number` counts from 1; None: it keeps."""
