@@ -9,7 +9,8 @@ very bits of the sum and `accel.ops.rms_norm` one after the other.
 A norm takes what it finds only if its input still is that sum: unchanged, and a result of the same node of
 autograd's graph, which it no longer is where it comes out of another function, as out of the checkpoint of a
 whole layer; and if nobody has asked for the sum's gradient, of which the norm's part would be missing. Where
-a norm's input is a copy, it finds nothing. A sum whose norm nobody took is left alone from then on.
+a norm's input is a copy, as a module gets it while it has backward hooks, it finds nothing. A sum whose norm
+nobody took learns anew, and is left alone once that has happened a few times running.
 
 The two are computed apart, and nothing is learnt, within `torch.compile`, where a tensor carries no notes;
 and where hooks take what autograd saves: `torch.utils.checkpoint` without reentry must save the same
@@ -26,8 +27,12 @@ from torch import Tensor
 from accel.ops import add_rms_norm
 from accel.ops._saving import hooks_take_saved
 
-__all__ = ["Norm", "ResidualSum", "norm_of"]
+__all__ = ["GATHERED_LATE", "Norm", "ResidualSum", "norm_of"]
 
+MISSES = 4
+"""So many norms in a row that nobody took are enough."""
+GATHERED_LATE = "accel_gathered_late"
+"""Set on a weight that is written while layers before its own run."""
 _NOTE = "accel_residual_sum"
 """The attribute of a sum by which its norm finds it; gone once it is read."""
 
@@ -70,8 +75,8 @@ class ResidualSum:
         self.norm: Norm | None = None
         """The one that read the last sum; None: not known yet."""
         self.alone = False
-        """Whether nothing is computed with the sum any more, because nobody took it."""
-        self._unread = False
+        """Whether nothing is computed with the sum any more, because nobody took it, time and again."""
+        self._unread, self._misses = False, 0
 
     def add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor | None:
         """`residual + (x + bias)`, and its norm; None where the sum is to be computed alone.
@@ -83,7 +88,8 @@ class ResidualSum:
         if _is_apart():
             return None
         if self._unread:
-            self.alone, self._unread, self.norm = True, False, None
+            self._unread, self.norm, self._misses = False, None, self._misses + 1
+            self.alone = self._misses == MISSES
         norm = self.norm
         if norm is None or not _is_whole(norm.weight) or not _fits(x, bias, residual):
             return None
@@ -105,7 +111,10 @@ class ResidualSum:
         if note.normed is not None and not note.holds(total):
             return None  # nobody took it
         known, self.norm, self._unread = self.norm, norm, False
-        return note.normed if known is not None and known.is_same(norm) else None
+        if known is None or not known.is_same(norm):
+            return None
+        self._misses = 0 if note.normed is not None else self._misses
+        return note.normed
 
 
 def norm_of(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> Tensor | None:
@@ -123,8 +132,9 @@ def _is_apart() -> bool:
 
 
 def _is_whole(weight: Tensor) -> bool:
-    """FSDP's weights are there, or no shards, only while their own module runs."""
-    is_sharded = hasattr(weight, "__fsdp_param__") or hasattr(weight, "_local_tensor")
+    """Others' weights, FSDP's and those that are gathered beside the forward pass, are there, or no shards,
+    only while their own module runs."""
+    is_sharded = any(hasattr(weight, a) for a in ("__fsdp_param__", "_local_tensor", GATHERED_LATE))
     return not is_sharded and weight.untyped_storage().size() > 0
 
 

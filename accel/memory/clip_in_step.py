@@ -58,11 +58,22 @@ class ClipsInStep:
         """The step is done: none after it clips by the same number."""
         self._clip = None
 
+    def clip_now(self) -> None:
+        """What a step is still to clip; nothing where gradients are others by now, as after a step that was
+        skipped."""
+        clip, self._clip = self._clip, None
+        if clip is not None and clip[1] == self._gradients():
+            for grad in self._grads():
+                grad.mul_(clip[0])
+
     def _gradients(self) -> list[tuple[int, int]]:
         """Address and version of each."""
+        return [(grad.data_ptr(), grad._version) for grad in self._grads()]
+
+    def _grads(self) -> list[Tensor]:
         attribute = "decoupled_grad" if self.use_decoupled_grad else "grad"
         grads = (getattr(p, attribute, None) for g in self.param_groups for p in g["params"])
-        return [(grad.data_ptr(), grad._version) for grad in grads if grad is not None]
+        return [grad for grad in grads if grad is not None]
 
 
 def clip_in_step(

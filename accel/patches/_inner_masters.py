@@ -130,7 +130,10 @@ def configured(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _asked_of(model_chunks: Any) -> str | None:
-    """Which of these options a model's configuration has, or its wrapper's; an optimizer's has not all."""
+    """Which of these options a model's configuration has, or its wrapper's; an optimizer's has not all, and
+    FSDP2 is in none but the command line."""
+    if any(hasattr(p, "_local_tensor") for chunk in model_chunks for p in chunk.parameters()):
+        return "use_torch_fsdp2"
     owners = [getattr(c, name, None) for c in model_chunks for name in ("config", "ddp_config")]
     return first_given(_EXCLUDED, *owners)
 

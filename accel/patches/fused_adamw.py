@@ -93,6 +93,16 @@ FEATURE = Feature(
             sources={"0.17.1": "90a7d6c8eb50", "0.18.2": "cf07b488fb76", "0.19.2": "cf07b488fb76"},
             why="A step that scales what it reads needs no pass of its own for that.",
         ),
+        *(
+            Patch(
+                target=f"{_OPTIMIZER}:MegatronOptimizer.{name}",
+                replacement=f"{_HERE}:clipped_before",
+                how="wrap",
+                why="A norm that is taken between clipping and the step is that of clipped gradients.",
+                optional=True,  # the first until 0.18, the second from 0.19 on
+            )
+            for name in ("get_main_grads_for_grad_norm", "get_grads_for_grad_norm")
+        ),
         Patch(
             target="megatron.core.utils:local_multi_tensor_l2_norm",
             replacement=f"{_HERE}:multi_tensor_l2_norm",
@@ -285,6 +295,18 @@ def clipping_in_the_step(clip: Callable[..., None]) -> Callable[..., None]:
         clip(parameters, max_norm, total_norm, use_decoupled_grad)
 
     return clip_
+
+
+def clipped_before(grads: Callable[..., Any]) -> Callable[..., Any]:
+    """For a program that clips by a number of its own before the step, which clips by Megatron's."""
+
+    @functools.wraps(grads)
+    def grads_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.optimizer, ClipsInStep):
+            self.optimizer.clip_now()
+        return grads(self, *args, **kwargs)
+
+    return grads_
 
 
 def multi_tensor_l2_norm(

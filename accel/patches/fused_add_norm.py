@@ -9,10 +9,10 @@ specs, whose norms are modules or parts of linear layers, the norm behind the la
 Where dropout is on, the stream is kept in fp32 (``--fp32-residual-connection``), or a layer is computed again
 as a whole, so that its norm reads a copy, the two are computed apart. So they are within ``torch.compile``,
 and where hooks take what autograd saves: within ``torch.utils.checkpoint(..., use_reentrant=False)``, which
-must save the same tensors again, and with ``--cpu-offloading-num-layers``. **Not with** norms that are
-recomputed or whose inputs are swapped, with ``--overlap-param-gather`` and FSDP, where a norm's weight may
-not be there yet when the sum before it is computed, and with CUDA graphs; in a program that has no command
-line, each layer's configuration and the wrappers of the model are asked.
+must save the same tensors again, and with ``--cpu-offloading-num-layers`` in all layers. **Not with** norms
+that are recomputed or whose inputs are swapped, with ``--overlap-param-gather`` and FSDP, where a norm's
+weight may not be there yet when the sum before it is computed, and with CUDA graphs; in a program that has no
+command line, each layer's configuration and the wrappers of the model are asked.
 
 A layer's output, as ``torch.autograd.grad`` is given it, has the gradient that comes past the next norm, not
 that through it. Where the output has a hook, or keeps its gradient, when the next norm reads it, that norm is
@@ -29,7 +29,7 @@ from typing import Any
 from torch import Tensor
 
 from accel.feature import Context, Feature
-from accel.layers.residual import ResidualSum, norm_of
+from accel.layers.residual import GATHERED_LATE, ResidualSum, norm_of
 from accel.log import log_once
 from accel.patches._kernels import kernels
 from accel.patches._layers import MAMBA_LAYER, TRANSFORMER_LAYER
@@ -97,7 +97,8 @@ def gathering_late(upstream: Callable[..., None]) -> Callable[..., None]:
                 "fused_add_norm",
                 "sums and norms are computed apart: parameters are gathered beside the forward pass",
             )
-            _ON.clear()
+        for param in self.module.parameters():
+            setattr(param, GATHERED_LATE, True)
         upstream(self)
 
     return enable

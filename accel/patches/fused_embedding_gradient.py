@@ -109,7 +109,10 @@ class _Lookup:
 def into_main_grad(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
     @functools.wraps(forward)
     def forward_(self: Any, input_: Tensor) -> Tensor:
-        return forward(_Lookup(self) if _is_served(self) else self, input_)
+        if not _is_served(self):
+            return forward(self, input_)
+        self.weight.zero_out_wgrad = True  # data parallelism adds what else the weight is used for
+        return forward(_Lookup(self), input_)
 
     return forward_
 
@@ -127,6 +130,7 @@ def _is_served(module: Any) -> bool:
         and main_grad.dtype == torch.float32
         and hasattr(weight, "grad_added_to_main_grad")
         and not getattr(weight, "shared", False)
+        and not weight._backward_hooks
         and not upstream_needed(weight, getattr(module, "gtp_remat_size", 1))
         and not module.deterministic_mode
         and config.gradient_accumulation_fusion

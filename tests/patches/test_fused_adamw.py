@@ -18,7 +18,9 @@ import accel
 from accel.ops._dispatch import _log_fallback_once
 from accel.patches import fused_adamw
 from accel.testing.tolerance import assert_close_to_baseline
+from accel.upstream import SUPPORTED_MEGATRON
 from tests.ops.contract import needs_native
+from tests.versions import run_on
 
 pytestmark = needs_native
 
@@ -418,6 +420,30 @@ def test_a_step_that_is_skipped_leaves_nothing_to_the_next() -> None:
         assert inner.grad_scale().item() == pytest.approx(1 / (8 + 1e-6), rel=1e-7)
         clip(optimizer, total_norm=0.5)
         assert inner.grad_scale() is None
+
+
+@pytest.mark.parametrize("version", SUPPORTED_MEGATRON)
+def test_a_program_may_clip_before_the_step_does(version: str) -> None:
+    run_on(version, check_two_clips)
+
+
+def check_two_clips() -> None:
+    """By a number of its own, and of gradients that the step then finds short enough."""
+    found = []
+    for wanted in ({}, {"fused_adamw": True}):
+        with one_rank(**wanted):
+            model, optimizer = build()
+            one_step(model, optimizer, 0)
+            step, optimizer.step = optimizer.step, lambda: None
+            one_step(model, optimizer, 1)
+            optimizer.prepare_grads()
+            first = optimizer.clip_grad_norm(0.05)
+            _, norm, _ = step()
+            assert norm == pytest.approx(0.05, rel=1e-4)
+            found.append((first, [p.detach().clone() for p in model.parameters()]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    for ours, stocks in zip(found[1][1], found[0][1], strict=True):
+        torch.testing.assert_close(ours, stocks)
 
 
 def test_gradients_that_change_between_clipping_and_step_are_refused() -> None:

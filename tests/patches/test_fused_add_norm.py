@@ -272,10 +272,13 @@ def test_parameters_that_are_gathered_when_their_module_runs_switch_it_off(
                 wrapped = DistributedDataParallel(made.config, config, made)
             if overlapped:
                 wrapped.disable_forward_pre_hook(param_sync=False)
-            with counted() as together:
-                for _ in range(3):
-                    made.train()(torch.randn(TOKENS, 1, HIDDEN, requires_grad=True), None)
-            assert bool(together) is not overlapped
+            for again in (False, True):
+                if again:  # a program that chooses features once more
+                    accel.enable(preset="off", device="cpu", fused_add_norm=True)
+                with counted() as together:
+                    for _ in range(3):
+                        made.train()(torch.randn(TOKENS, 1, HIDDEN, requires_grad=True), None)
+                assert bool(together) is not overlapped
     assert "gathered beside the forward pass" in caplog.text
 
 

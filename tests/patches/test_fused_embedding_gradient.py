@@ -48,7 +48,7 @@ def summed(module: Any, ids: Tensor, batches: int = 1) -> tuple[Tensor, Tensor, 
         dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(3 + batch))
         out.backward(dout.to(out.dtype))
         assert weight.grad.shape == weight.shape
-        if not weight.grad_added_to_main_grad:
+        if not weight.grad_added_to_main_grad or getattr(weight, "zero_out_wgrad", False):
             weight.main_grad.add_(weight.grad.data)
         weight.grad = None
     return out.detach(), weight.main_grad, weight.grad_added_to_main_grad
@@ -121,6 +121,34 @@ def test_what_stays_upstreams(change: dict[str, Any]) -> None:
         for name, value in change.items():
             setattr(module.weight, name, value)
         assert summed(module, each_once())[2] is False
+
+
+def test_hooks_of_the_gradient_are_heard() -> None:
+    """As a program freezes the tokens that a vocabulary had before it was extended."""
+    for wanted in ({}, {"fused_embedding_gradient": True}):
+        with one_rank(**wanted):
+            module = embedding()
+            before = module.weight.main_grad.clone()
+            module.weight.register_hook(torch.zeros_like)
+            assert torch.equal(summed(module, each_once())[1], before)
+
+
+def test_what_else_the_weight_is_used_for_has_its_gradient() -> None:
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lookup = embedding(torch.float32)
+            self.weight = self.lookup.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.lookup(ids) + self.weight.pow(2).sum()
+
+    found = []
+    for wanted in ({}, {"fused_embedding_gradient": True}):
+        with one_rank(**wanted):
+            found.append(summed(Twice(), each_once()))
+    assert [of_run[2] for of_run in found] == [False, True]
+    torch.testing.assert_close(found[1][1], found[0][1])
 
 
 def test_a_weight_without_data_parallelism_or_gradient_is_looked_up_as_ever() -> None:

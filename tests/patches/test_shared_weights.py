@@ -552,7 +552,7 @@ def test_what_cannot_share_is_refused_by_name(changed: dict[str, Any], text: str
 
 @pytest.mark.parametrize("feature", ["shared_weights", "host_optimizer"])
 @pytest.mark.parametrize("by_flag", [False, True])
-@pytest.mark.parametrize("option", ["qk_clip", "fp8_param_gather"])
+@pytest.mark.parametrize("option", ["qk_clip", "fp8_param_gather", "use_torch_fsdp2"])
 def test_options_that_are_no_optimizers_are_asked_of_their_owners(
     option: str,
     by_flag: bool,
@@ -560,14 +560,20 @@ def test_options_that_are_no_optimizers_are_asked_of_their_owners(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A program without a command line has them in the model's configuration, or the wrapper's."""
+    """A program without a command line has them in the model's configuration or the wrapper's, or shards."""
     from accel.patches import _inner_masters
 
     monkeypatch.setitem(_inner_masters.WANTED, feature, True)
     owner = "config" if option == "qk_clip" else "ddp_config"
     ddp_config = SimpleNamespace(use_megatron_fsdp=False)
-    chunk = SimpleNamespace(config=SimpleNamespace(), ddp_config=ddp_config)
-    setattr(getattr(chunk, owner), option, True)
+    param = torch.zeros(1)
+    chunk = SimpleNamespace(
+        config=SimpleNamespace(), ddp_config=ddp_config, parameters=lambda: [param]
+    )
+    if option == "use_torch_fsdp2":
+        param._local_tensor = param  # as a DTensor has it
+    else:
+        setattr(getattr(chunk, owner), option, True)
     asked = ARGS | {"use_precision_aware_optimizer": by_flag, "optimizer_cpu_offload": False}
     config = SimpleNamespace(**asked)
     given = []
