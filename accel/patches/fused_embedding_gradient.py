@@ -10,10 +10,11 @@ atomic; there PyTorch's own kernel sums what belongs to one token, as it does fo
 as there are tokens, and these are added: upstream's bits throughout.
 
 Under ``--gradient-accumulation-fusion`` (Megatron's default), whose promise it is that a weight's gradient
-lies in ``main_grad`` and nowhere else; an output layer that shares the weight has added its own there before.
-Upstream's own code runs, call by call, for weights that FSDP or GTP shards, for gradients that are summed in
-bf16 (``--grad-reduce-in-bf16``), for a last pipeline stage's copy of the embeddings, which multi-token
-prediction looks up, and under ``--deterministic-mode``.
+lies in ``main_grad``; an output layer that shares the weight has added its own there before, and data
+parallelism adds what comes from other uses of it. Upstream's own code runs, call by call, for weights whose
+gradient has hooks, or that FSDP or GTP shards, for gradients that are summed in bf16
+(``--grad-reduce-in-bf16``), for a last pipeline stage's copy of the embeddings, which multi-token prediction
+looks up, and under ``--deterministic-mode``.
 """
 
 from __future__ import annotations
