@@ -183,9 +183,9 @@ class _OneAngle:
 
     def answer(self, wait: bool) -> bool | None:
         """None for not yet; of angles without data, always."""
-        if self.when is not None and wait:
-            self.when.synchronize()
-        if self.said.is_meta or (self.when is not None and not self.when.query()):
+        if (event := self.when) is not None and wait:
+            event.synchronize()
+        if self.said.is_meta or (event is not None and not event.query()):
             return None
         return bool(self.said)
 
