@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from accel.ops._dispatch import log_fallback, missing_kernel
+from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative
 from accel.ops._placement import check_at_hand
 
 __all__ = [
@@ -288,12 +288,8 @@ def _gradients(ctx: Any, dout: Tensor, _: object) -> tuple[Tensor | None, ...]:
     return (*_backward(dout, *ctx.saved_tensors, *ctx.options), *[None] * 7)
 
 
-def _no_second_derivative(ctx: Any, *_: object) -> None:
-    raise RuntimeError("accel::attention_bwd has no derivative")
-
-
 torch.library.register_autograd("accel::attention_fwd", _gradients, setup_context=_save)
-torch.library.register_autograd("accel::attention_bwd", _no_second_derivative)
+refuse_derivative("accel::attention_bwd")
 
 
 def join_offset(out: Tensor, lse: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
