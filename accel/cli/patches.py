@@ -31,7 +31,9 @@ _SHORT = (("fits",), ("how",), ("target",), ("replacement",))
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser("patches")
-    parser.add_argument("--device", choices=("cpu",), help="also the patches of the device runtime")
+    parser.add_argument(
+        "--device", choices=("cpu", "npu"), help="also the patches of the device runtime"
+    )
     add_options(parser)
     parser.set_defaults(accel_preset=None)  # to tell "not given" from the launch's own default
     args = parser.parse(argv)
@@ -118,9 +120,9 @@ def _check(patches: Sequence[Patch]) -> dict[str, Any]:
 def _device_table(device: str | None) -> dict[str, Sequence[Patch]]:
     if device is None:
         return {}
-    from accel.device import cpu
+    from accel.device import cpu, npu
 
-    return {f"device {device}": cpu.patches()}
+    return {f"device {device}": {"cpu": cpu, "npu": npu}[device].patches()}
 
 
 @contextlib.contextmanager

@@ -165,13 +165,13 @@ def _still_asked(options: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[s
 @contextlib.contextmanager
 def _connections_allowed(context: Context) -> Iterator[None]:
     """Megatron's validator wants ``CUDA_DEVICE_MAX_CONNECTIONS=1`` (FSDP: not 1), a number of CUDA
-    work queues, which a CPU does not have.
+    work queues, which neither a CPU nor an Ascend card has.
 
     There the value is shown for the length of the check; the user's environment stays as it was.
     """
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     fsdp = any(getattr(context.args, f"use_{f}", False) for f in ("megatron_fsdp", "torch_fsdp2"))
-    if context.device != "cpu" or fsdp or name in os.environ:
+    if context.device == "cuda" or fsdp or name in os.environ:
         yield
         return
     os.environ[name] = "1"

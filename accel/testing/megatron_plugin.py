@@ -35,7 +35,7 @@ APART = 4
 
 def show_device_to(package: str) -> None:
     """Upstream's tests ask torch.cuda for devices, as Megatron does."""
-    from accel.device.cpu.audience import AUDIENCE
+    from accel.device.audience import AUDIENCE
 
     AUDIENCE.add(package)
 

@@ -112,6 +112,13 @@ def test_patches_as_text(before: list[Any], capfd: pytest.CaptureFixture[str]) -
     assert f"megatron-core {facts.megatron().version}" in out.splitlines()[-1]
 
 
+def test_the_patches_beyond_torch_npus_redirect(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["patches", "--device", "npu"]) == 0
+    rows = [line for line in capfd.readouterr().out.splitlines() if "accel.device.npu:" in line]
+    assert any("torch.distributed.distributed_c10d:all_reduce" in row for row in rows)
+    assert all(row.startswith("ok") for row in rows)
+
+
 @pytest.mark.parametrize(
     ("flag", "near"),
     [

@@ -80,19 +80,16 @@ def test_free_memory_of_the_host_below_a_limit(monkeypatch: pytest.MonkeyPatch) 
     assert free_bytes(torch.device("cpu")) == 0
 
 
-@pytest.mark.parametrize(
-    ("fraction", "free"), [(None, 350), (1.0, 350), (0.5, 250), (0.2, 50)], ids=str
-)
+@pytest.mark.parametrize(("fraction", "free"), [(1.0, 350), (0.5, 250), (0.2, 50)], ids=str)
 def test_free_memory_of_a_device(
-    fraction: float | None, free: int, monkeypatch: pytest.MonkeyPatch
+    fraction: float, free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1000 in all, of which 300 are free; 300 are this process's, 50 of them kept."""
     module = SimpleNamespace(
         memory_reserved=lambda device: 300,
         memory_allocated=lambda device: 250,
         mem_get_info=lambda device: (300, 1000),
+        get_per_process_memory_fraction=lambda device: fraction,
     )
-    if fraction is not None:
-        module.get_per_process_memory_fraction = lambda device: fraction
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     assert free_bytes(torch.device("cuda", 0)) == free

@@ -21,13 +21,14 @@ import torch
 from torch.utils._device import _device_constructors
 
 from accel import patching
+from accel.device.audience import AUDIENCE
 from accel.device.cpu import memory
-from accel.device.cpu.audience import AUDIENCE
 from accel.patching import Applied, Patch
 
 __all__ = ["install", "patches"]
 
 _HERE = "accel.device.cpu"
+_ABSENT = "accel.device.absent"
 
 _LIKE = (
     "empty_like",
@@ -84,7 +85,7 @@ _MEMORY = (
 )  # fmt: skip
 _SURFACE = (
     "get_device_name", "get_device_capability", "get_device_properties", "is_bf16_supported",
-    "is_current_stream_capturing", "cudart",
+    "is_current_stream_capturing",
 )  # fmt: skip
 _ACCELERATOR = {
     "current_accelerator": "surface:current_accelerator",
@@ -157,30 +158,36 @@ class _Installed(Applied):
 
 
 def _wrap(target: str, replacement: str, why: str) -> Patch:
-    return Patch(target=target, replacement=f"{_HERE}.{replacement}", how="wrap", why=why)
+    return Patch(target=target, replacement=replacement, how="wrap", why=why)
 
 
 def _tensor_places() -> Iterable[Patch]:
     names = {f.__name__ for f in _device_constructors()} & set(dir(torch))
     for name in sorted(names | set(_LIKE)):
         yield _wrap(
-            f"torch:{name}", "factories:factory", "A tensor asked for on cuda is made on the host."
+            f"torch:{name}",
+            f"{_HERE}.factories:factory",
+            "A tensor asked for on cuda is made on the host.",
         )
     for name in _NEW:
         yield _wrap(
             f"torch:Tensor.{name}",
-            "factories:factory",
+            f"{_HERE}.factories:factory",
             "A tensor asked for on cuda is made on the host.",
         )
     for name, adapter in _TENSOR.items():
         yield _wrap(
-            f"torch:Tensor.{name}", f"factories:{adapter}", "A cuda tensor is a host tensor here."
+            f"torch:Tensor.{name}",
+            f"{_HERE}.factories:{adapter}",
+            "A cuda tensor is a host tensor here.",
         )
-    yield _wrap("torch:Generator", "generators:generator", "A cuda generator is a host generator.")
+    yield _wrap(
+        "torch:Generator", f"{_HERE}.generators:generator", "A cuda generator is a host generator."
+    )
     for target, adapter in _CONTEXTS.items():
         yield _wrap(
             target,
-            f"factories:{adapter}",
+            f"{_HERE}.factories:{adapter}",
             "A cuda context, mesh, map_location or pinned copy means the host.",
         )
 
@@ -214,29 +221,41 @@ def _cuda_surface() -> Iterable[Patch]:
         )
     for name in _ASKED:
         yield _wrap(
-            _home(name), f"surface:{name}", "Megatron sees a cuda device, everybody else the truth."
+            _home(name),
+            f"{_HERE}.surface:{name}",
+            "Megatron sees a cuda device, everybody else the truth.",
         )
     for name in _SILENT:
         if hasattr(torch.cuda, name):
-            yield _wrap(_home(name), "surface:silent", "Nothing is pending or cached on the host.")
+            yield _wrap(
+                _home(name), f"{_ABSENT}:silent", "Nothing is pending or cached on the host."
+            )
     for name in _UNMEASURED:
         yield _wrap(
-            _home(name), "surface:unmeasured", "There is no GPU whose sensors could be read."
+            _home(name), f"{_ABSENT}:unmeasured", "There is no GPU whose sensors could be read."
         )
     for name in ("range_push", "range_pop", "mark"):
         yield _wrap(
-            f"torch.cuda.nvtx:{name}", "surface:silent", "NVTX marks need the CUDA profiler."
+            f"torch.cuda.nvtx:{name}", f"{_ABSENT}:silent", "NVTX marks need the CUDA profiler."
         )
     for name in ("start", "stop"):
         yield _wrap(
-            f"torch.cuda.profiler:{name}", "surface:silent", "The CUDA profiler is not there."
+            f"torch.cuda.profiler:{name}", f"{_ABSENT}:silent", "The CUDA profiler is not there."
         )
     yield Patch(
+        target=_home("cudart"),
+        replacement=f"{_ABSENT}:cudart",
+        why="The CUDA profiler is not there.",
+    )
+    yield Patch(
         target="torch.cuda.nvtx:range",
-        replacement=f"{_HERE}.streams:nvtx_range",
+        replacement=f"{_ABSENT}:nvtx_range",
         why="NVTX ranges need the CUDA profiler.",
     )
-    for name, replacement in {"__enter__": "surface:itself", "__exit__": "surface:silent"}.items():
+    for name, replacement in {
+        "__enter__": f"{_ABSENT}:itself",
+        "__exit__": f"{_ABSENT}:silent",
+    }.items():
         yield _wrap(
             f"torch.autograd.profiler:emit_nvtx.{name}",
             replacement,
@@ -250,17 +269,17 @@ def _cuda_surface() -> Iterable[Patch]:
     for target, adapter in _HOST_GENERATOR.items():
         yield _wrap(
             target,
-            f"generators:{adapter}",
+            f"{_HERE}.generators:{adapter}",
             "Host and device draw from streams of their own.",
         )
     yield _wrap(
         "torch:compile",
-        "surface:compile_",
+        f"{_HERE}.surface:compile_",
         "torch.compile as a fuser costs tens of seconds per shape on a CPU.",
     )
     yield _wrap(
         "torch._dynamo.trace_rules:load_object",
-        "surface:traced",
+        f"{_HERE}.surface:traced",
         "torch.compile knows torch's functions by identity, and forgets them at init_process_group.",
     )
 
@@ -270,13 +289,13 @@ def _collectives() -> Iterable[Patch]:
         if hasattr(torch.distributed.distributed_c10d, name):
             yield _wrap(
                 f"torch.distributed.distributed_c10d:{name}",
-                f"collectives:{adapter}",
+                f"{_HERE}.collectives:{adapter}",
                 "Megatron counts on NCCL's contract, which gloo alone does not keep.",
             )
     for target, adapter in _COLLECTIVES_WITH_GRADIENTS.items():
         yield _wrap(
             f"torch.distributed.nn.functional:{target}",
-            f"collectives:{adapter}",
+            f"{_HERE}.collectives:{adapter}",
             "torch's collectives with gradients lack on gloo what they do on NCCL.",
         )
 

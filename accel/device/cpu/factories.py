@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from accel.device.audience import addressed
 from accel.device.cpu import memory
-from accel.device.cpu.audience import addressed
 
 __all__ = ["host"]
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
+from accel.device.audience import addressed
 from accel.device.cpu import streams
-from accel.device.cpu.audience import addressed
 from accel.device.cpu.factories import host
 
 __all__ = ["HOST", "of_this_device", "seed_of"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -168,8 +167,3 @@ def synchronize(device: Any = None) -> None:
 def accelerator_synchronize(device: Any = None, /) -> None:
     """``torch.accelerator.synchronize``."""
     finish_all()
-
-
-@contextlib.contextmanager
-def nvtx_range(msg: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-    yield

@@ -1,9 +1,8 @@
-"""The small rest of ``torch.cuda``: presence, identity, profiling hooks, compilation."""
+"""The small rest of ``torch.cuda``: presence, identity, compilation."""
 
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import platform
 from collections.abc import Callable
@@ -11,12 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from accel import machine
-from accel.device.cpu.audience import AUDIENCE, addressed
-
-_log = logging.getLogger("accel")
+from accel.device.audience import addressed, addressed_fuser
 
 CAPABILITY = (8, 0)
 """Compute capability told to Megatron: bf16 yes, FP8 (8.9) no; nothing that needs Hopper is chosen."""
+
+_OURS = ("accel.device", "accel.device.cpu")
 
 
 def is_available(original: Callable[[], bool]) -> Callable[[], bool]:
@@ -87,41 +86,6 @@ def is_current_stream_capturing() -> bool:
     return False
 
 
-def cudart() -> SimpleNamespace:
-    """The profiler calls of the CUDA run-time library, as no-ops."""
-    return SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0)
-
-
-def silent(original: Callable[..., Any]) -> Callable[..., None]:
-    """A call with nothing to do on the host: synchronize, empty_cache, nvtx marks, ..."""
-
-    @functools.wraps(original)
-    def nothing_to_do(*args: Any, **kwargs: Any) -> None:
-        pass
-
-    return nothing_to_do
-
-
-def itself(original: Callable[..., Any]) -> Callable[[Any], Any]:
-    """``__enter__`` of what has nothing to do on the host."""
-
-    @functools.wraps(original)
-    def enter(self: Any) -> Any:
-        return self
-
-    return enter
-
-
-def unmeasured(original: Callable[..., Any]) -> Callable[..., int]:
-    """Temperature, power and clock of a GPU that is not there: 0."""
-
-    @functools.wraps(original)
-    def zero(*args: Any, **kwargs: Any) -> int:
-        return 0
-
-    return zero
-
-
 def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's ``jit_fuser`` is ``torch.compile``: tens of seconds per shape on a CPU, so off by
     default.
@@ -132,8 +96,7 @@ def compile_(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def compile_unless_fuser(model: Any = None, **kwargs: Any) -> Any:
-        fuser = addressed() and not _called_from_script()
-        if not fuser or os.environ.get("ACCEL_CPU_COMPILE") == "1":
+        if not addressed_fuser() or os.environ.get("ACCEL_CPU_COMPILE") == "1":
             return original(model, **kwargs)
         return model if model is not None else (lambda fn: fn)
 
@@ -150,14 +113,8 @@ def traced(load_object: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load_object)
     def torchs_own(name: str) -> Any:
         found = load_object(name)
-        while getattr(found, "__globals__", {}).get("__package__") == __package__:
+        while getattr(found, "__globals__", {}).get("__package__") in _OURS:
             found = getattr(found, "__wrapped__", None)
         return found
 
     return torchs_own
-
-
-def _called_from_script() -> bool:
-    import sys
-
-    return sys._getframe(2).f_globals.get("__name__") == "__main__" and "__main__" in AUDIENCE

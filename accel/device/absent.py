@@ -1,0 +1,49 @@
+"""What only CUDA's driver and tools serve, on devices that lack them: marks, sensors, the profiler."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+
+def cudart() -> SimpleNamespace:
+    """The profiler calls of the CUDA run-time library, as no-ops."""
+    return SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0)
+
+
+def silent(original: Callable[..., Any]) -> Callable[..., None]:
+    """A call with nothing to do there: NVTX marks, and on the host what empties caches."""
+
+    @functools.wraps(original)
+    def nothing_to_do(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    return nothing_to_do
+
+
+def itself(original: Callable[..., Any]) -> Callable[[Any], Any]:
+    """``__enter__`` of what has nothing to do there."""
+
+    @functools.wraps(original)
+    def enter(self: Any) -> Any:
+        return self
+
+    return enter
+
+
+def unmeasured(original: Callable[..., Any]) -> Callable[..., int]:
+    """Temperature, power and clock of a GPU that is not there: 0."""
+
+    @functools.wraps(original)
+    def zero(*args: Any, **kwargs: Any) -> int:
+        return 0
+
+    return zero
+
+
+@contextlib.contextmanager
+def nvtx_range(msg: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
