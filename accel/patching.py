@@ -41,6 +41,7 @@ __all__ = [
     "replaced_by",
     "resolve",
     "source_hash",
+    "table",
 ]
 
 AUDIENCE = ("megatron", "__main__", "__mp_main__")
@@ -180,6 +181,19 @@ class Applied:
 
     def __exit__(self, *exc: object) -> None:
         self.undo()
+
+
+def table(
+    module: str,
+    replacements: Mapping[str, str],
+    why: str,
+    how: Literal["replace", "wrap"] = "wrap",
+) -> tuple[Patch, ...]:
+    """Patches with one reason: each target with the name of its replacement in ``module``."""
+    return tuple(
+        Patch(target=target, replacement=f"{module}:{name}", why=why, how=how)
+        for target, name in replacements.items()
+    )
 
 
 def resolve(path: str) -> tuple[Any, str, Any]:

@@ -8,6 +8,29 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from accel.patching import Patch, table
+
+__all__ = ["patches"]
+
+_HERE = "accel.device.absent"
+_MARKS = ("nvtx:range_push", "nvtx:range_pop", "nvtx:mark", "profiler:start", "profiler:stop")
+_SENSORS = ("temperature", "power_draw", "clock_rate")
+
+
+def patches() -> tuple[Patch, ...]:
+    """The functions of ``torch.cuda`` that no other device has anything for."""
+    marks = {f"torch.cuda.{mark}": "silent" for mark in _MARKS}
+    sensors = {f"torch.cuda:{name}": "unmeasured" for name in _SENSORS}
+    profiler = {"torch.cuda.nvtx:range": "nvtx_range", "torch.cuda:cudart": "cudart"}
+    return (
+        *table(_HERE, marks, "Marks are for CUDA's profiler."),
+        *table(
+            _HERE, {"torch.cuda:check_error": "silent"}, "CUDA's profiler has nothing to report."
+        ),
+        *table(_HERE, profiler, "CUDA's profiler is not there.", how="replace"),
+        *table(_HERE, sensors, "NVML reads GPUs alone."),
+    )
+
 
 def cudart() -> SimpleNamespace:
     """The profiler calls of the CUDA run-time library, as no-ops."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,13 +27,14 @@ import torch
 import torch.distributed as dist
 
 from accel import patching
+from accel.device import absent
 from accel.device.audience import AUDIENCE, addressed, addressed_fuser
-from accel.patching import Applied, Patch, PatchError
+from accel.patching import Applied, Patch, PatchError, table
 
 __all__ = ["install", "patches"]
 
 _HERE = "accel.device.npu"
-_ABSENT = "accel.device.absent"
+_C10D = "torch.distributed.distributed_c10d"
 
 CAPABILITY = (8, 0)
 """Told to Megatron where torch-npu says nothing: bf16 yes, FP8 (8.9) no, nothing that needs Hopper."""
@@ -63,60 +64,23 @@ class _Redirected(Applied):
 
 def patches() -> tuple[Patch, ...]:
     """The whole table."""
-    return tuple(_patches())
-
-
-def _patches() -> Iterable[Patch]:
-    for target, adapter, why in (
-        (
-            "torch:compile",
-            "compile_",
-            "After the redirect torch-npu has no Inductor for Megatron's fuser.",
+    capability = {"torch.cuda:get_device_capability": "capability"}
+    properties = {"torch.cuda:get_device_properties": "properties"}
+    memory = {"torch.cuda:device_memory_used": "device_memory_used"}
+    return (
+        *table(_HERE, {"torch:compile": "compile_"}, "After the redirect Inductor has no NPU."),
+        *table(
+            _HERE, {"torch:Tensor.type": "tensor_type"}, "Megatron compares the name with CUDA's."
         ),
-        ("torch:Tensor.type", "tensor_type", "Megatron compares the type's name with CUDA's."),
-        (
-            "torch.cuda:get_device_capability",
-            "capability",
-            "torch-npu's is None, and Megatron indexes it.",
+        *table(_HERE, capability, "torch-npu's is None, and Megatron indexes it."),
+        *table(_HERE, properties, "torch-npu's have no architecture to compare."),
+        *table(_HERE, memory, "CUDA's asks NVML.", how="replace"),
+        *table(
+            _HERE, {f"{_C10D}:all_reduce": "all_reduce"}, "HCCL reduces no fp64 before Atlas A5."
         ),
-        (
-            "torch.cuda:get_device_properties",
-            "properties",
-            "torch-npu's have no architecture to compare.",
-        ),
-        ("torch.distributed.distributed_c10d:all_reduce", "all_reduce", "HCCL reduces no fp64."),
-        (
-            "torch.distributed.distributed_c10d:get_backend",
-            "get_backend",
-            "Megatron knows HCCL as nccl.",
-        ),
-    ):
-        yield Patch(target=target, replacement=f"{_HERE}:{adapter}", how="wrap", why=why)
-    yield Patch(
-        target="torch.cuda:device_memory_used",
-        replacement=f"{_HERE}:device_memory_used",
-        why="CUDA's asks NVML.",
+        *table(_HERE, {f"{_C10D}:get_backend": "get_backend"}, "Megatron knows HCCL as nccl."),
+        *absent.patches(),
     )
-    marks = ("nvtx:range_push", "nvtx:range_pop", "nvtx:mark", "profiler:start", "profiler:stop")
-    for name, adapter in (
-        *((f"torch.cuda.{mark}", "silent") for mark in marks),
-        ("torch.cuda:check_error", "silent"),
-        ("torch.cuda:temperature", "unmeasured"),
-        ("torch.cuda:power_draw", "unmeasured"),
-        ("torch.cuda:clock_rate", "unmeasured"),
-    ):
-        yield Patch(
-            target=name,
-            replacement=f"{_ABSENT}:{adapter}",
-            how="wrap",
-            why="It is CUDA's own, and the redirect leaves it.",
-        )
-    for name, replacement in (("nvtx:range", "nvtx_range"), ("cudart", "cudart")):
-        yield Patch(
-            target=f"torch.cuda.{name}" if ":" in name else f"torch.cuda:{name}",
-            replacement=f"{_ABSENT}:{replacement}",
-            why="It is CUDA's own, and the redirect leaves it.",
-        )
 
 
 def compile_(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,30 +15,27 @@ as one set. Three ideas carry it:
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.utils._device import _device_constructors
 
 from accel import patching
+from accel.device import absent
 from accel.device.audience import AUDIENCE
 from accel.device.cpu import memory
-from accel.patching import Applied, Patch
+from accel.patching import Applied, Patch, table
 
 __all__ = ["install", "patches"]
 
 _HERE = "accel.device.cpu"
-_ABSENT = "accel.device.absent"
+_C10D = "torch.distributed.distributed_c10d"
 
 _LIKE = (
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-    "randint_like",
-)
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+)  # fmt: skip
 _NEW = ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
 _TENSOR = {
     "to": "tensor_to",
@@ -87,16 +84,12 @@ _SURFACE = (
     "get_device_name", "get_device_capability", "get_device_properties", "is_bf16_supported",
     "is_current_stream_capturing",
 )  # fmt: skip
-_ACCELERATOR = {
-    "current_accelerator": "surface:current_accelerator",
-    "current_device_index": "streams:accelerator_device_index",
-    "set_device_index": "streams:set_accelerator_device_index",
-    "current_stream": "streams:accelerator_stream",
-    "synchronize": "streams:accelerator_synchronize",
+_ACCELERATOR_STREAMS = {
+    "torch.accelerator:current_device_index": "accelerator_device_index",
+    "torch.accelerator:set_device_index": "set_accelerator_device_index",
+    "torch.accelerator:current_stream": "accelerator_stream",
+    "torch.accelerator:synchronize": "accelerator_synchronize",
 }
-_ASKED = ("is_available", "is_initialized", "device_count")
-_SILENT = ("empty_cache", "ipc_collect", "check_error", "_sleep")
-_UNMEASURED = ("utilization", "temperature", "power_draw", "clock_rate")
 _COLLECTIVES = {
     "init_process_group": "init_process_group",
     "new_group": "new_group",
@@ -117,14 +110,15 @@ _COLLECTIVES = {
     "_coalescing_manager": "coalescing_manager",
 }
 _COLLECTIVES_WITH_GRADIENTS = {
-    "_AlltoAll.forward": "all_to_all_with_gradient",
-    "_AllGatherBase.backward": "gradient_of_gather",
+    "torch.distributed.nn.functional:_AlltoAll.forward": "all_to_all_with_gradient",
+    "torch.distributed.nn.functional:_AllGatherBase.backward": "gradient_of_gather",
 }
 
 
 def patches() -> tuple[Patch, ...]:
     """The whole table, for the installed torch."""
-    return tuple(_tensor_places()) + tuple(_cuda_surface()) + tuple(_collectives())
+    rows = (*_places(), *_cuda(), *_random_streams(), *_compilation(), *_collectives())
+    return (*itertools.chain.from_iterable(rows), *absent.patches())
 
 
 def install(audience: Sequence[str]) -> Applied:
@@ -138,18 +132,14 @@ def install(audience: Sequence[str]) -> Applied:
     """
     importlib.import_module("torch._dynamo")  # rebinds torch.manual_seed: before us, not after
     _device_constructors()  # cached by torch: it must hold the originals, by which device contexts compare
-    applied = _Installed.of(patching.apply(patches(), scope=(*audience, "torch")))
+    applied = patching.apply(patches(), scope=(*audience, "torch"))
     AUDIENCE.update(audience)
     memory.install()
-    return applied
+    return _Installed(**vars(applied))
 
 
 class _Installed(Applied):
     """Also forgets the audience and gives the allocator back."""
-
-    @classmethod
-    def of(cls, applied: Applied) -> _Installed:
-        return cls(**vars(applied))
 
     def undo(self) -> None:
         super().undo()
@@ -157,147 +147,85 @@ class _Installed(Applied):
         memory.uninstall()
 
 
-def _wrap(target: str, replacement: str, why: str) -> Patch:
-    return Patch(target=target, replacement=replacement, how="wrap", why=why)
+_Rows = Iterator[Iterable[Patch]]
 
 
-def _tensor_places() -> Iterable[Patch]:
-    names = {f.__name__ for f in _device_constructors()} & set(dir(torch))
-    for name in sorted(names | set(_LIKE)):
-        yield _wrap(
-            f"torch:{name}",
-            f"{_HERE}.factories:factory",
-            "A tensor asked for on cuda is made on the host.",
-        )
-    for name in _NEW:
-        yield _wrap(
-            f"torch:Tensor.{name}",
-            f"{_HERE}.factories:factory",
-            "A tensor asked for on cuda is made on the host.",
-        )
-    for name, adapter in _TENSOR.items():
-        yield _wrap(
-            f"torch:Tensor.{name}",
-            f"{_HERE}.factories:{adapter}",
-            "A cuda tensor is a host tensor here.",
-        )
-    yield _wrap(
-        "torch:Generator", f"{_HERE}.generators:generator", "A cuda generator is a host generator."
+def _places() -> _Rows:
+    constructors = {f.__name__ for f in _device_constructors()} & set(dir(torch)) | set(_LIKE)
+    factories = [f"torch:{name}" for name in sorted(constructors)]
+    factories += [f"torch:Tensor.{name}" for name in _NEW]
+    tensor = {f"torch:Tensor.{name}": adapter for name, adapter in _TENSOR.items()}
+    module = f"{_HERE}.factories"
+    why = "A tensor asked for on cuda is made on the host."
+    yield table(module, dict.fromkeys(factories, "factory"), why)
+    yield table(module, tensor, "A cuda tensor is a host tensor here.")
+    yield table(
+        module, _CONTEXTS, "A cuda context, mesh, map_location or pinned copy means the host."
     )
-    for target, adapter in _CONTEXTS.items():
-        yield _wrap(
-            target,
-            f"{_HERE}.factories:{adapter}",
-            "A cuda context, mesh, map_location or pinned copy means the host.",
-        )
 
 
-def _cuda_surface() -> Iterable[Patch]:
-    tables: tuple[tuple[str, Sequence[str], str], ...] = (
+def _cuda() -> _Rows:
+    """What is called as ``torch.cuda.<name>``, and as ``torch.accelerator.<name>``."""
+    for module, names, why in (
         (
             "streams",
             _STREAMS,
-            "Work on the host is done when the call returns, so streams are always idle.",
+            "Work on the host is done when the call returns: streams are always idle.",
         ),
         ("generators", _GENERATORS, "The default CPU generator plays the device's random stream."),
         ("memory", _MEMORY, "Memory figures and the limit are the host allocator's own."),
         ("surface", _SURFACE, "Megatron asks what the device can do."),
-    )
-    for module, names, why in tables:
-        for name in names:
-            if hasattr(torch.cuda, name):
-                yield Patch(target=_home(name), replacement=f"{_HERE}.{module}:{name}", why=why)
-    for old, new in (("_lazy_init", "lazy_init"), ("_lazy_call", "lazy_call")):
-        yield Patch(
-            target=f"torch.cuda:{old}",
-            replacement=f"{_HERE}.surface:{new}",
-            why="There is no CUDA context.",
-        )
-    for name, adapter in _ACCELERATOR.items():
-        yield Patch(
-            target=f"torch.accelerator:{name}",
-            replacement=f"{_HERE}.{adapter}",
-            why="A CUDA build of torch takes cuda for the accelerator even without a driver.",
-        )
-    for name in _ASKED:
-        yield _wrap(
-            _home(name),
-            f"{_HERE}.surface:{name}",
-            "Megatron sees a cuda device, everybody else the truth.",
-        )
-    for name in _SILENT:
-        if hasattr(torch.cuda, name):
-            yield _wrap(
-                _home(name), f"{_ABSENT}:silent", "Nothing is pending or cached on the host."
-            )
-    for name in _UNMEASURED:
-        yield _wrap(
-            _home(name), f"{_ABSENT}:unmeasured", "There is no GPU whose sensors could be read."
-        )
-    for name in ("range_push", "range_pop", "mark"):
-        yield _wrap(
-            f"torch.cuda.nvtx:{name}", f"{_ABSENT}:silent", "NVTX marks need the CUDA profiler."
-        )
-    for name in ("start", "stop"):
-        yield _wrap(
-            f"torch.cuda.profiler:{name}", f"{_ABSENT}:silent", "The CUDA profiler is not there."
-        )
-    yield Patch(
-        target=_home("cudart"),
-        replacement=f"{_ABSENT}:cudart",
-        why="The CUDA profiler is not there.",
-    )
-    yield Patch(
-        target="torch.cuda.nvtx:range",
-        replacement=f"{_ABSENT}:nvtx_range",
-        why="NVTX ranges need the CUDA profiler.",
-    )
-    for name, replacement in {
-        "__enter__": f"{_ABSENT}:itself",
-        "__exit__": f"{_ABSENT}:silent",
-    }.items():
-        yield _wrap(
-            f"torch.autograd.profiler:emit_nvtx.{name}",
-            replacement,
-            "Torch without CUDA refuses to mark what runs for its profiler.",
-        )
-    yield Patch(
-        target="torch.cuda:default_generators",
-        replacement=f"{_HERE}.generators:DEFAULT_GENERATORS",
-        why="The default CPU generator plays the device's random stream.",
-    )
-    for target, adapter in _HOST_GENERATOR.items():
-        yield _wrap(
-            target,
-            f"{_HERE}.generators:{adapter}",
-            "Host and device draw from streams of their own.",
-        )
-    yield _wrap(
-        "torch:compile",
-        f"{_HERE}.surface:compile_",
-        "torch.compile as a fuser costs tens of seconds per shape on a CPU.",
-    )
-    yield _wrap(
-        "torch._dynamo.trace_rules:load_object",
-        f"{_HERE}.surface:traced",
-        "torch.compile knows torch's functions by identity, and forgets them at init_process_group.",
-    )
+    ):
+        served = {_home(name): name for name in names if hasattr(torch.cuda, name)}
+        yield table(f"{_HERE}.{module}", served, why, how="replace")
+    lazy = {"torch.cuda:_lazy_init": "lazy_init", "torch.cuda:_lazy_call": "lazy_call"}
+    yield table(f"{_HERE}.surface", lazy, "There is no CUDA context.", how="replace")
+    asked = {_home(name): name for name in ("is_available", "is_initialized", "device_count")}
+    yield table(f"{_HERE}.surface", asked, "Megatron sees a cuda device, everybody else the truth.")
+    nothing = {_home(name): "silent" for name in ("empty_cache", "ipc_collect", "_sleep")}
+    yield table(absent.__name__, nothing, "Nothing is pending or cached on the host.")
+    sensor = {_home("utilization"): "unmeasured"}
+    yield table(absent.__name__, sensor, "There is no GPU whose sensors could be read.")
+    why = "A CUDA build of torch takes cuda for the accelerator even without a driver."
+    accelerator = {"torch.accelerator:current_accelerator": "current_accelerator"}
+    yield table(f"{_HERE}.surface", accelerator, why, how="replace")
+    yield table(f"{_HERE}.streams", _ACCELERATOR_STREAMS, why, how="replace")
 
 
-def _collectives() -> Iterable[Patch]:
-    for name, adapter in _COLLECTIVES.items():
-        if hasattr(torch.distributed.distributed_c10d, name):
-            yield _wrap(
-                f"torch.distributed.distributed_c10d:{name}",
-                f"{_HERE}.collectives:{adapter}",
-                "Megatron counts on NCCL's contract, which gloo alone does not keep.",
-            )
-    for target, adapter in _COLLECTIVES_WITH_GRADIENTS.items():
-        yield _wrap(
-            f"torch.distributed.nn.functional:{target}",
-            f"{_HERE}.collectives:{adapter}",
-            "torch's collectives with gradients lack on gloo what they do on NCCL.",
-        )
+def _random_streams() -> _Rows:
+    module = f"{_HERE}.generators"
+    made = {"torch:Generator": "generator"}
+    yield table(module, made, "A cuda generator is a host generator.")
+    default = {"torch.cuda:default_generators": "DEFAULT_GENERATORS"}
+    why = "The default CPU generator plays the device's random stream."
+    yield table(module, default, why, how="replace")
+    yield table(module, _HOST_GENERATOR, "Host and device draw from streams of their own.")
+
+
+def _compilation() -> _Rows:
+    module = f"{_HERE}.surface"
+    why = "torch.compile as a fuser costs tens of seconds per shape on a CPU."
+    yield table(module, {"torch:compile": "compile_"}, why)
+    why = (
+        "torch.compile knows torch's functions by identity, and forgets them at init_process_group."
+    )
+    yield table(module, {"torch._dynamo.trace_rules:load_object": "traced"}, why)
+    marks = {"__enter__": "itself", "__exit__": "silent"}
+    emitted = {
+        f"torch.autograd.profiler:emit_nvtx.{name}": adapter for name, adapter in marks.items()
+    }
+    why = "Torch without CUDA refuses to mark what runs for its profiler."
+    yield table(absent.__name__, emitted, why)
+
+
+def _collectives() -> _Rows:
+    there = {f"{_C10D}:{n}": a for n, a in _COLLECTIVES.items() if hasattr(distributed_c10d, n)}
+    module = f"{_HERE}.collectives"
+    yield table(
+        module, there, "Megatron counts on NCCL's contract, which gloo alone does not keep."
+    )
+    why = "torch's collectives with gradients lack on gloo what they do on NCCL."
+    yield table(module, _COLLECTIVES_WITH_GRADIENTS, why)
 
 
 def _home(name: str) -> str:
