@@ -30,63 +30,35 @@ import os
 import signal
 import sys
 import time
-import tomllib
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
-
 from accel.testing import bench, known_failures, megatron_plugin
 from accel.testing.distributed import free_port
-from accel.testing.known_failures import without_folders
 from accel.testing.megatron_arguments import read_docstrings_once
 from accel.testing.megatron_plugin import MOST, RESULTS
+from accel.testing.megatron_report import (
+    FOLDERS,
+    OUTCOMES,
+    WORLD_SIZE,
+    FileResult,
+    overview,
+    report,
+    unexpected,
+    update,
+    why_not_run,
+)
 from accel.testing.ranks import wait_for
 
 ROOT = Path(__file__).parents[2]
 EXPECTED = ROOT / "tests" / "megatron_expected.toml"
-FOLDERS = (
-    "tensor_parallel",
-    "fusions",
-    "transformer",
-    "models",
-    "pipeline_parallel",
-    "distributed",
-    "dist_checkpointing",
-    "optimizer",
-    "ssm",
-    "a2a_overlap",
-)
-"""Of these, with what is in them; of `tests/unit_tests` itself the files."""
-WORLD_SIZE = 8
 CONTAINER = "26.01"
 """Of NVIDIA's containers, for tests that are skipped in those of before summer 2025, and without any."""
 APART = "the ranks met in different collectives"
 TIME_IS_OVER = "the file's time is over"
-OUTCOMES = ("passed", "failed", "skipped")
-
-
-@dataclass
-class FileResult:
-    """What became of the tests of one file."""
-
-    name: str
-    commit: str | None
-    """Of accel; "-dirty" where files differed from it."""
-    seconds: float
-    outcomes: dict[str, str] = field(default_factory=dict)
-    """Test -> `passed`, `failed` or `skipped`."""
-    reasons: dict[str, str] = field(default_factory=dict)
-    """Test that did not pass -> why."""
-    ended: str = ""
-    """Why it did not end by itself, if so."""
-    collected: int = 0
-    """Tests in it."""
-
-    def count(self, outcome: str) -> int:
-        return sum(value == outcome for value in self.outcomes.values())
 
 
 def find_files(checkout: Path) -> dict[Path, str]:
@@ -276,6 +248,49 @@ def _worse(result: FileResult, test: str, outcome: str, reason: str) -> None:
 
 
 def main() -> int:
+    parser = _parser()
+    args = parser.parse_args()
+    if args.plain and args.report:
+        parser.error("--plain has no report of its own: write it without --plain, after this run")
+    checkout = args.checkout.resolve()
+    names = find_files(checkout)
+    sys.path.insert(0, str(checkout))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _prepare(plain=args.plain)
+    version = importlib.import_module("megatron.core").__version__.partition("+")[0]
+    results = args.results.resolve() / version
+    before = results / "plain"
+    folder = before if args.plain else results
+    folder.mkdir(parents=True, exist_ok=True)
+    known = known_failures.of(EXPECTED, version)
+    page = args.report and args.report.with_suffix("") / f"{version}.md"
+    record = page and page.with_suffix(".json")
+    rows = json.loads(record.read_text()) if record and record.exists() else {}
+    asked = [file for file in names if args.only in names[file]]
+    if not asked:
+        parser.error(f"--only {args.only}: no test file has that in its path")
+    asked.sort(key=lambda file: not rows.get(names[file], {}).get("failed"))
+    found = list(_results(checkout, {file: names[file] for file in asked}, folder, known, args))
+    if args.no_run and not found:
+        parser.error(f"--no-run: none of these files was run yet, there is no result in {folder}")
+    if args.report:
+        plain = [read(kept_at(checkout, file, before)) for file in names]
+        update(rows, found, [r for r in plain if r])
+        shown = [n for n in names.values() if n in rows and not why_not_run(n, known)]
+        rows = {name: rows[name] for name in shown}
+        page.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(json.dumps(rows, indent=1) + "\n")
+        page.write_text(report(rows, known, len(names), version))
+        args.report.write_text(overview(page.parent, EXPECTED))
+    if args.plain:
+        return 0
+    wrong = unexpected(found, known["failure"])
+    for line in wrong:
+        print(line)
+    return 1 if wrong else 0
+
+
+def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="make test-megatron")
     parser.add_argument("checkout", type=Path, help="a clone of Megatron-LM at a supported version")
     parser.add_argument("--only", default="", help="files whose path contains this")
@@ -295,29 +310,15 @@ def main() -> int:
     parser.add_argument("--file-seconds", type=int, default=900)
     parser.add_argument("--test-seconds", type=int, default=240)
     parser.add_argument("--tests-per-launch", type=int, default=100)
-    args = parser.parse_args()
-    if args.plain and args.report:
-        parser.error("--plain has no report of its own: write it without --plain, after this run")
-    checkout = args.checkout.resolve()
-    names = find_files(checkout)
-    sys.path.insert(0, str(checkout))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    _prepare(plain=args.plain)
-    version = importlib.import_module("megatron.core").__version__.partition("+")[0]
-    results = args.results.resolve() / version
-    before = results / "plain"
-    folder = before if args.plain else results
-    folder.mkdir(parents=True, exist_ok=True)
-    known = known_failures.of(EXPECTED, version)
-    page = args.report and args.report.with_suffix("") / f"{version}.md"
-    record = page and page.with_suffix(".json")
-    rows = json.loads(record.read_text()) if record and record.exists() else {}
-    found = []
-    asked = [file for file in names if args.only in names[file]]
-    if not asked:
-        parser.error(f"--only {args.only}: no test file has that in its path")
-    for file in sorted(asked, key=lambda file: not rows.get(names[file], {}).get("failed")):
-        if reason := why_not_run(names[file], known):
+    return parser
+
+
+def _results(
+    checkout: Path, names: dict[Path, str], folder: Path, known: dict[str, Any], args: Namespace
+) -> Iterator[FileResult]:
+    """Run these files, or read what became of them, and print a line for each."""
+    for file, name in names.items():
+        if reason := why_not_run(name, known):
             print(f"not run: {file.name}: {reason}", flush=True)
             continue
         if args.no_run:
@@ -326,204 +327,9 @@ def main() -> int:
             result = run_or_read(checkout, file, folder, args)
         if result is None:
             continue
-        found.append(result)
         counts = " ".join(f"{outcome} {result.count(outcome):4}" for outcome in OUTCOMES)
         print(f"{result.name:70} {counts} {result.seconds:5.0f} s {result.ended}", flush=True)
-    if args.no_run and not found:
-        parser.error(f"--no-run: none of these files was run yet, there is no result in {folder}")
-    if args.report:
-        plain = [read(kept_at(checkout, file, before)) for file in names]
-        update(rows, found, [r for r in plain if r])
-        shown = [n for n in names.values() if n in rows and not why_not_run(n, known)]
-        rows = {name: rows[name] for name in shown}
-        page.parent.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(rows, indent=1) + "\n")
-        page.write_text(report(rows, known, len(names), version))
-        args.report.write_text(overview(page.parent))
-    if args.plain:
-        return 0
-    wrong = unexpected(found, known["failure"])
-    for line in wrong:
-        print(line)
-    return 1 if wrong else 0
-
-
-def expected_reason(file: str, test: str, known: list[dict]) -> str | None:
-    """Why this test is known to fail; None if it is not."""
-    entry = known_failures.entry(f"{file}::{test}", known)
-    return entry["reason"] if entry else None
-
-
-def why_not_run(file: str, known: dict[str, Any]) -> str | None:
-    """Why this file is not run; None if it is."""
-    return next((e["reason"] for e in known["not_run"] if file in e["files"]), None)
-
-
-def unexpected(found: list[FileResult], known: list[dict]) -> list[str]:
-    """A line for each test that failed without being known to, or passed although it was."""
-    lines = []
-    for result in found:
-        for test, outcome in result.outcomes.items():
-            name = f"{result.name}::{test}"
-            entry = known_failures.entry(name, known)
-            if outcome == "failed" and entry is None:
-                lines.append(f"failed: {name}: {result.reasons[test]}")
-            elif outcome == "passed" and entry and not entry.get("sometimes"):
-                lines.append(f"passed, but is listed ({entry['reason']}): {name}")
-    return lines
-
-
-def update(rows: dict[str, dict], found: list[FileResult], plain: list[FileResult]) -> None:
-    """Put what was run into `rows`: file -> its counts, the reason of each failure, the commit, and under
-    `before` the counts of `--plain`."""
-    for result in found:
-        failures = {
-            t: without_folders(result.reasons[t])
-            for t, o in result.outcomes.items()
-            if o == "failed"
-        }
-        before = {k: v for k, v in rows.get(result.name, {}).items() if k == "before"}
-        counts = {o: result.count(o) for o in OUTCOMES}
-        rows[result.name] = {
-            **counts,
-            "commit": result.commit,
-            "seconds": round(result.seconds),
-            "failures": failures,
-            **before,
-        }
-    for result in plain:
-        counts = {o: result.count(o) for o in OUTCOMES}
-        left = result.collected - sum(test != "(the file)" for test in result.outcomes)
-        rows.setdefault(result.name, {})["before"] = {**counts, "left": left if result.ended else 0}
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What a version's rows add up to."""
-
-    rows: dict[str, dict]
-    known: dict[str, Any]
-
-    @property
-    def ran(self) -> list[dict]:
-        return [row for row in self.rows.values() if "passed" in row]
-
-    @property
-    def totals(self) -> tuple[int, int, int]:
-        """Tests that passed, failed, were skipped."""
-        passed, failed, skipped = (sum(row[o] for row in self.ran) for o in OUTCOMES)
-        return passed, failed, skipped
-
-    @property
-    def causes(self) -> collections.Counter[str]:
-        """Reason -> tests that fail for it."""
-        causes = collections.Counter(
-            expected_reason(name, test, self.known["failure"]) or "not listed"
-            for name, row in self.rows.items()
-            for test in row.get("failures", ())
-        )
-        if unnamed := self.totals[1] - causes.total():
-            causes["recorded by number alone, in an earlier run"] = unnamed
-        return causes
-
-    @property
-    def share(self) -> float:
-        """Of the tests that ran, those that passed."""
-        passed, failed, _ = self.totals
-        return passed / max(1, passed + failed)
-
-    @property
-    def servable_share(self) -> float:
-        """The same, without those that need what is `beyond`."""
-        beyond = tuple(self.known["beyond"])
-        out = sum(count for reason, count in self.causes.items() if reason.startswith(beyond))
-        passed, failed, _ = self.totals
-        return passed / max(1, passed + failed - out)
-
-
-def overview(folder: Path) -> str:
-    """The page `docs/megatron-tests.md`: a row for each version that has a record in `folder`."""
-    records = {Version(path.stem): path for path in folder.glob("*.json")}
-    beyond = "; ".join(tomllib.loads(EXPECTED.read_text())["beyond"])
-    lines = [
-        "<!-- Written by `make test-megatron MEGATRON=<checkout>`. -->",
-        "",
-        "# Megatron-LM's own unit tests",
-        "",
-        f"On {WORLD_SIZE} gloo ranks of a CPU, accel on top (preset fast), without Transformer Engine "
-        f"and Apex: {', '.join(FOLDERS)}, and the files beside these folders. The last column "
-        f"leaves out the tests that fail for one of these reasons: {beyond}. A version's page has every "
-        "file, and why tests fail.",
-        "",
-        "| Megatron-LM | files | passed | failed | skipped | passed of what ran | without these |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for version, path in sorted(records.items(), reverse=True):
-        of = Counts(json.loads(path.read_text()), known_failures.of(EXPECTED, str(version)))
-        totals = " | ".join(map(str, of.totals))
-        page = f"[{version}]({folder.name}/{version}.md)"
-        lines.append(
-            f"| {page} | {len(of.ran)} | {totals} | {of.share:.1%} | {of.servable_share:.1%} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def report(rows: dict[str, dict], known: dict[str, Any], num_files: int, version: str) -> str:
-    """A version's page of `rows`, as `update` makes them, of `num_files` files."""
-    of = Counts(rows, known)
-    passed, failed, skipped = of.totals
-    both = [row for row in of.ran if "before" in row]
-    compared = "The column `passed before` is filled by `--plain`, which was not run."
-    if both:
-        counts = ", ".join(f"{sum(row['before'][o] for row in both)} {o}" for o in OUTCOMES)
-        now = ", ".join(f"{sum(row[o] for row in both)} {o}" for o in OUTCOMES)
-        # old rows do not say
-        left = [row["before"]["left"] for row in both if "left" in row["before"]]
-        cut = f", and {sum(left)} tests had no time then" if left else ""
-        compared = (
-            f"Before, with the CPU redirect alone: {counts} in {len(both)} files, which now have {now}; a "
-            f"file that cannot be collected is one failure{cut}."
-        )
-    lines = [
-        "<!-- Written by `make test-megatron MEGATRON=<checkout>`. -->",
-        "",
-        f"# Megatron-LM {version}'s own unit tests",
-        "",
-        f"On {WORLD_SIZE} gloo ranks on the CPU, "
-        "accel on top (preset fast), without Transformer Engine and Apex.",
-        "",
-        f"**{passed} passed, {failed} failed, {skipped} skipped** in {len(of.ran)} of {num_files} files: "
-        f"{of.share:.1%} of the tests that ran, {of.servable_share:.1%} of those that need none of: "
-        f"{'; '.join(known['beyond'])}.",
-        "",
-        compared,
-        "",
-        *(line for entry in known.get("note", ()) for line in (entry["text"], "")),
-        "Test files that import `transformer_engine` themselves, or ask for its version, are shown accel's "
-        "layers by the runner, and those that look for `fla` an empty package; outside of these tests both "
-        "imports fail as before.",
-        "",
-        "| why they fail | tests |",
-        "|---|---|",
-        *(f"| {reason} | {count} |" for reason, count in of.causes.most_common()),
-        "",
-        "| not run | why |",
-        "|---|---|",
-        *(f"| {file} | {e['reason']} |" for e in known["not_run"] for file in e["files"]),
-        "",
-        "| file | passed before | passed | failed | skipped | first reason | commit |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name, row in rows.items():
-        was = row["before"]["passed"] if "before" in row else ""
-        counts = " | ".join(str(row.get(outcome, "")) for outcome in OUTCOMES)
-        failures = row.get("failures", {})
-        first = next(iter(failures.values()), row.get("first", "")).replace("|", "\\|")[:100]
-        commit, _, dirty = (row.get("commit") or "").partition("-")
-        lines.append(
-            f"| {name} | {was} | {counts} | {first} | {commit[:7]}{dirty and '-' + dirty} |"
-        )
-    return "\n".join(lines) + "\n"
+        yield result
 
 
 def _prepare(plain: bool) -> None:

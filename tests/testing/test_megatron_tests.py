@@ -13,7 +13,7 @@ import pytest
 
 from accel.testing import megatron_tests
 from accel.testing.known_failures import without_folders
-from accel.testing.megatron_tests import (
+from accel.testing.megatron_report import (
     WORLD_SIZE,
     FileResult,
     overview,
@@ -208,16 +208,14 @@ tests = ["*fp8*"]
 """
 
 
-def test_the_overview_has_a_row_for_each_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(megatron_tests, "EXPECTED", tmp_path / "expected.toml")
-    megatron_tests.EXPECTED.write_text(EXPECTED)
+def test_the_overview_has_a_row_for_each_version(tmp_path: Path) -> None:
+    expected = tmp_path / "expected.toml"
+    expected.write_text(EXPECTED)
     rows: dict[str, dict] = {}
     update(rows, [result(a="passed", fp8="failed")], [])
     for version in ("0.9.1", "0.18.2"):
         (tmp_path / f"{version}.json").write_text(json.dumps(rows))
-    lines = overview(tmp_path).splitlines()
+    lines = overview(tmp_path, expected).splitlines()
     assert lines[-2:] == [
         f"| [0.18.2]({tmp_path.name}/0.18.2.md) | 1 | 1 | 1 | 0 | 50.0% | 100.0% |",
         f"| [0.9.1]({tmp_path.name}/0.9.1.md) | 1 | 1 | 1 | 0 | 50.0% | 50.0% |",
