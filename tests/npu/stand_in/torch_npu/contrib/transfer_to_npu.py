@@ -103,6 +103,19 @@ def hccl(original: Callable[..., str]) -> Callable[..., str]:
     return get_backend
 
 
+@answer("torch.distributed.distributed_c10d:new_group")
+def new_hccl_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    """torch_npu/__init__.py registers the backend `hccl`."""
+
+    @functools.wraps(original)
+    def new_group(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, **kwargs: Any
+    ) -> Any:
+        return original(ranks, timeout, "nccl" if backend == "hccl" else backend, **kwargs)
+
+    return new_group
+
+
 @answer("torch.cuda.nvtx:range_push")
 @answer("torch.cuda.nvtx:range_pop")
 @answer("torch.cuda.nvtx:mark")
