@@ -1,7 +1,7 @@
 """Is there a kernel for this op on this device, and who hears about it when there is none.
 
-Both functions are constants to `torch.compile`: it calls them while it traces and keeps the
-answer. `_dynamo_marked_constant` is all that `torch.compiler.assume_constant_result` sets, but that
+`missing_kernel` and `log_fallback` are constants to `torch.compile`: it calls them while it traces and keeps
+the answer. `_dynamo_marked_constant` is all that `torch.compiler.assume_constant_result` sets, but that
 takes a second, because it imports the compiler.
 """
 
@@ -9,10 +9,23 @@ import functools
 import logging
 
 import torch
+from torch import Tensor
 
 from accel.ops import _native, _npu, _triton
 
-__all__ = ["forget", "log_fallback", "missing_kernel", "refuse_derivative"]
+__all__ = [
+    "KERNEL_DTYPES",
+    "forget",
+    "log_fallback",
+    "missing_kernel",
+    "refuse_derivative",
+    "unsupported",
+    "unsupported_dtype",
+]
+
+KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""What the kernels of most ops take."""
+
 
 # PyTorch's dispatch key for each device. "npu" is an out-of-tree backend on the key kept for those.
 DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "npu": "PrivateUse1", "meta": "Meta"}
@@ -47,6 +60,18 @@ def _missing_kernel(op: str, device_type: str) -> str | None:
 def missing_kernel(op: str, device_type: str) -> str | None:
     """Why `op`, say "accel::rms_norm_fwd", cannot run on a device of this type; None if it can."""
     return _missing_kernel(op, device_type)
+
+
+def unsupported_dtype(dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot take tensors of `dtype`; None if they can."""
+    if dtype in KERNEL_DTYPES:
+        return None
+    return f"dtype {dtype} (the kernels take float32, bfloat16 and float16)"
+
+
+def unsupported(op: str, x: Tensor) -> str | None:
+    """Why `op` has no kernel for the dtype or the device of a valid `x`; None if it has one."""
+    return unsupported_dtype(x.dtype) or missing_kernel(op, x.device.type)
 
 
 def forget() -> None:

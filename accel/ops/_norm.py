@@ -1,13 +1,9 @@
-"""The limits that RMSNorm and LayerNorm share: what makes sense, and what has a fast path."""
+"""The inputs that make sense for RMSNorm and LayerNorm."""
 
 import torch
 from torch import Tensor
 
-from accel.ops._dispatch import missing_kernel
-
-__all__ = ["check_norm_inputs", "unsupported_norm"]
-
-FLOAT_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+__all__ = ["check_norm_inputs"]
 
 
 def check_norm_inputs(op: str, x: Tensor, **vectors_N: Tensor) -> None:
@@ -33,10 +29,3 @@ def check_norm_inputs(op: str, x: Tensor, **vectors_N: Tensor) -> None:
             )
         if vector_N.device != x.device:
             raise ValueError(f"{op}: {name} must be on {x.device} like x, got {vector_N.device}")
-
-
-def unsupported_norm(op: str, x: Tensor) -> str | None:
-    """Why the kernels cannot take inputs that `check_norm_inputs` let pass; None if they can."""
-    if x.dtype not in FLOAT_DTYPES:
-        return f"dtype {x.dtype} (the kernels take float32, bfloat16 and float16)"
-    return missing_kernel(op, x.device.type)

@@ -38,7 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback, missing_kernel
+from accel.ops._dispatch import log_fallback, missing_kernel, unsupported_dtype
 from accel.ops._overwriting import overwritable
 
 __all__ = [
@@ -51,7 +51,6 @@ __all__ = [
     "unsupported_reason",
 ]
 
-FLOAT_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 CLAMP_PASSES_AT_LIMIT = [int(part) for part in torch.__version__.split(".")[:2]] < [2, 14]
 
 
@@ -127,8 +126,8 @@ def gradient_limit(clamp_value: float | None) -> float:
 
 def unsupported_reason(x: Tensor, probs: Tensor | None = None) -> str | None:
     """Why the reference runs for valid inputs; None if the kernel does."""
-    if x.dtype not in FLOAT_DTYPES:
-        return f"dtype {x.dtype} (the kernels take float32, bfloat16 and float16)"
+    if reason := unsupported_dtype(x.dtype):
+        return reason
     if probs is not None and probs.dtype == torch.float64:
         return f"probs of {probs.dtype} (the kernels take the dtype of x or float32)"
     return missing_kernel("accel::activation_fwd", x.device.type)

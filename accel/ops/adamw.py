@@ -28,13 +28,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback, missing_kernel
+from accel.ops._dispatch import KERNEL_DTYPES, log_fallback, missing_kernel
 from accel.ops._placement import check_at_hand
 from accel.ops.remainder import join_remainder, split_remainder
 
 __all__ = ["adamw", "adamw_ref", "unsupported_reason"]
-
-FLOAT_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def adamw_ref(
@@ -101,7 +99,7 @@ def unsupported_reason(
                 return f"{name} of dtype {t.dtype} (the kernels take float32)"
     for name, tensors in (("grads", grads), ("copies", copies)):
         dtypes = {t.dtype for t in tensors}
-        if len(dtypes) > 1 or not dtypes <= FLOAT_DTYPES:
+        if len(dtypes) > 1 or not dtypes <= KERNEL_DTYPES:
             return f"{name} of {dtypes} (the kernels take one of float32, bfloat16 and float16)"
     for tensors in (params, grads, exp_avgs, exp_avg_sqs, copies, remainders):
         if not all(t.is_contiguous() for t in tensors):

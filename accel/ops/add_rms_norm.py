@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback
-from accel.ops._norm import check_norm_inputs, unsupported_norm
+from accel.ops._dispatch import log_fallback, unsupported
+from accel.ops._norm import check_norm_inputs
 from accel.ops.rms_norm import rms_norm_ref
 
 __all__ = ["add_rms_norm", "add_rms_norm_ref", "unsupported_reason"]
@@ -42,7 +42,7 @@ def add_rms_norm_ref(
 
 def unsupported_reason(x: Tensor, residual: Tensor, weight: Tensor) -> str | None:
     """Why `add_rms_norm` takes the reference for valid inputs; None if it takes the kernel."""
-    return unsupported_norm("accel::add_rms_norm_fwd", x)
+    return unsupported("accel::add_rms_norm_fwd", x)
 
 
 torch.library.define(

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative
+from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative, unsupported_dtype
 from accel.ops._placement import check_at_hand
 
 __all__ = [
@@ -72,7 +72,6 @@ QUERIES_AT_ONCE = 256
 WIDEST_ROW = 1024
 """Bytes of a row of q, k or v on CUDA: blocks of wider ones may not fit the 99 KiB of shared memory that all
 GPUs from sm_80 on have."""
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def dropout_mask_ref(
@@ -237,8 +236,8 @@ def _scale(q: Tensor, softmax_scale: float | None) -> float:
 
 def unsupported_reason(q: Tensor, v: Tensor, softmax_scale: float = 1.0) -> str | None:
     """Why `attention` takes the reference for valid inputs; None if it takes the kernel."""
-    if q.dtype not in FLOAT_DTYPES:
-        return f"dtype {q.dtype} (the kernels take float32, bfloat16 and float16)"
+    if reason := unsupported_dtype(q.dtype):
+        return reason
     if not 0 < softmax_scale < math.inf:
         return f"softmax_scale {softmax_scale} (the kernels need it positive)"
     widths, widest = (q.shape[-1], v.shape[-1]), WIDEST_ROW // q.element_size()

@@ -30,12 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative
+from accel.ops._dispatch import log_fallback, refuse_derivative, unsupported
 from accel.ops._overwriting import overwritable
 
 __all__ = ["cross_entropy", "cross_entropy_ref", "unsupported_reason"]
-
-KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def cross_entropy_ref(
@@ -72,9 +70,7 @@ def cross_entropy_ref(
 
 def unsupported_reason(logits: Tensor, target: Tensor) -> str | None:
     """Why `cross_entropy` takes the reference for valid inputs; None if it takes the kernel."""
-    if logits.dtype not in KERNEL_DTYPES:
-        return f"dtype {logits.dtype} (the kernels take float32, bfloat16 and float16)"
-    return missing_kernel("accel::cross_entropy_stats", logits.device.type)
+    return unsupported("accel::cross_entropy_stats", logits)
 
 
 torch.library.define(

@@ -22,14 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative
+from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative, unsupported_dtype
 from accel.ops.gemm_accumulate import add_product
 from accel.ops.host_gemm import has_native_bf16
 
 __all__ = ["accumulate_wgrad", "grouped_gemm", "grouped_gemm_ref", "unsupported_reason"]
-
-KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-"""Of accelerators; a CPU's take any."""
 
 
 def grouped_gemm_ref(
@@ -50,13 +47,11 @@ def unsupported_reason(x: Tensor) -> str | None:
 
 
 def _reason(device_type: str, dtype: torch.dtype) -> str | None:
-    if device_type == "cpu":
+    if device_type == "cpu":  # whose products take any dtype
         if _is_replaced(device_type, dtype):
             return "oneDNN has no bf16 products for this CPU"
         return missing_kernel("accel::_products", device_type)
-    if dtype not in KERNEL_DTYPES:
-        return f"dtype {dtype} (the kernels take float32, bfloat16 and float16)"
-    return missing_kernel("accel::grouped_gemm", device_type)
+    return unsupported_dtype(dtype) or missing_kernel("accel::grouped_gemm", device_type)
 
 
 _reason._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see _dispatch.py

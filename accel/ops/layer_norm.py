@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback
-from accel.ops._norm import check_norm_inputs, unsupported_norm
+from accel.ops._dispatch import log_fallback, unsupported
+from accel.ops._norm import check_norm_inputs
 
 __all__ = ["layer_norm", "layer_norm_ref", "unsupported_reason"]
 
@@ -38,7 +38,7 @@ def layer_norm_ref(
 
 def unsupported_reason(x: Tensor, weight: Tensor, bias: Tensor) -> str | None:
     """Why `layer_norm` takes the reference for valid inputs; None if it takes the kernel."""
-    return unsupported_norm("accel::layer_norm_fwd", x)
+    return unsupported("accel::layer_norm_fwd", x)
 
 
 torch.library.define(

@@ -31,9 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative
+from accel.ops._dispatch import log_fallback, refuse_derivative, unsupported
 from accel.ops.cross_entropy import (
-    KERNEL_DTYPES,
     check_smoothing,
     check_target_tensor,
     combine,
@@ -126,9 +125,7 @@ class _AddTo(torch.autograd.Function):
 
 def unsupported_reason(hidden: Tensor, weight: Tensor, target: Tensor) -> str | None:
     """Why `linear_cross_entropy` takes the reference for valid inputs; None if it does not."""
-    if hidden.dtype not in KERNEL_DTYPES:
-        return f"dtype {hidden.dtype} (the kernels take float32, bfloat16 and float16)"
-    return missing_kernel("accel::cross_entropy_stats", hidden.device.type)
+    return unsupported("accel::cross_entropy_stats", hidden)
 
 
 _piece_stats = torch.ops.accel.cross_entropy_stats.default

@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative
+from accel.ops._dispatch import log_fallback, refuse_derivative, unsupported
 
 __all__ = ["masked_softmax", "masked_softmax_ref", "unsupported_reason"]
 
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HIDDEN = -10000.0
 
 
@@ -43,9 +42,7 @@ def masked_softmax_ref(
 
 def unsupported_reason(x: Tensor) -> str | None:
     """Why `masked_softmax` takes the reference for valid inputs; None if it takes the kernel."""
-    if x.dtype not in FLOAT_DTYPES:
-        return f"dtype {x.dtype} (the kernels take float32, bfloat16 and float16)"
-    return missing_kernel("accel::masked_softmax_fwd", x.device.type)
+    return unsupported("accel::masked_softmax_fwd", x)
 
 
 torch.library.define(

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative
+from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative, unsupported_dtype
 
 __all__ = [
     "moe_permute",
@@ -38,7 +38,6 @@ __all__ = [
     "unsupported_reason",
 ]
 
-_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _MOST_PADDING = 2**62
 """Rows that all experts together may be padded with, so that int64 holds where they begin."""
 
@@ -76,8 +75,8 @@ def _tokens(row_map: Tensor, num_tokens: int) -> Tensor:
 
 def unsupported_reason(rows: Tensor, probs: Tensor | None = None) -> str | None:
     """Why the references compute for valid inputs; None if the kernels do."""
-    if rows.dtype not in _DTYPES:
-        return f"dtype {rows.dtype} (the kernels take float32, bfloat16 and float16)"
+    if reason := unsupported_dtype(rows.dtype):
+        return reason
     if probs is not None and probs.dtype == torch.float64:
         return "probs of dtype torch.float64 (the kernels compute in float32)"
     return missing_kernel("accel::moe_permute_fwd", rows.device.type)

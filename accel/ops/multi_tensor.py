@@ -18,11 +18,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback, missing_kernel
+from accel.ops._dispatch import KERNEL_DTYPES, log_fallback, missing_kernel
 
 __all__ = ["l2_norm", "l2_norm_ref", "scale", "scale_ref", "unsupported_reason"]
-
-FLOAT_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def l2_norm_ref(tensors: Sequence[Tensor]) -> Tensor:
@@ -48,7 +46,7 @@ def unsupported_reason(op: str, *lists: Sequence[Tensor]) -> str | None:
     if it can."""
     for tensors in lists:
         dtypes = {t.dtype for t in tensors}
-        if len(dtypes) > 1 or not dtypes <= FLOAT_DTYPES:
+        if len(dtypes) > 1 or not dtypes <= KERNEL_DTYPES:
             return f"dtypes {dtypes} (the kernels take one of float32, bfloat16 and float16)"
         if not all(t.is_contiguous() for t in tensors):
             return "a tensor that is not contiguous"

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from accel.log import log_once
-from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative
-from accel.ops.rope import FLOAT_DTYPES, rope, tables_of
+from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative, unsupported_dtype
+from accel.ops.rope import rope, tables_of
 
 __all__ = ["qkv_rope", "qkv_rope_ref", "unsupported_reason"]
 
@@ -48,8 +48,8 @@ def qkv_rope_ref(
 
 def unsupported_reason(qkv: Tensor, freqs: Tensor, head_dim: int) -> str | None:
     """Why `qkv_rope` takes the reference for valid inputs; None if it takes the kernel."""
-    if qkv.dtype not in FLOAT_DTYPES:
-        return f"dtype {qkv.dtype} (the kernels take float32, bfloat16 and float16)"
+    if reason := unsupported_dtype(qkv.dtype):
+        return reason
     if freqs.requires_grad:
         return "freqs require a gradient (the kernels give none to angles)"
     if freqs.shape[-1] != head_dim:

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback
-from accel.ops._norm import check_norm_inputs, unsupported_norm
+from accel.ops._dispatch import log_fallback, unsupported
+from accel.ops._norm import check_norm_inputs
 
 __all__ = ["rms_norm", "rms_norm_ref", "unsupported_reason"]
 
@@ -36,7 +36,7 @@ def rms_norm_ref(
 
 def unsupported_reason(x: Tensor, weight: Tensor) -> str | None:
     """Why `rms_norm` takes the reference for valid inputs; None if it takes the kernel."""
-    return unsupported_norm("accel::rms_norm_fwd", x)
+    return unsupported("accel::rms_norm_fwd", x)
 
 
 torch.library.define(

@@ -38,15 +38,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from accel.ops._dispatch import log_fallback, missing_kernel
+from accel.ops._dispatch import log_fallback, missing_kernel, unsupported_dtype
 from accel.ops._placement import check_at_hand
 from accel.ops._saving import hooks_take_saved
 
 __all__ = ["Layout", "packed_rows", "rope", "rope_ref", "tables_of", "unsupported_reason"]
 
 Layout = Literal["half", "interleaved", "interleaved_to_half"]
-
-FLOAT_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def rope_ref(
@@ -125,8 +123,8 @@ def _check_starts(starts: list[int], cp_size: int, num_tokens: int) -> None:
 
 def unsupported_reason(q: Tensor, freqs: Tensor, k: Tensor | None = None) -> str | None:
     """Why `rope` takes the reference for valid inputs; None if it takes the kernel."""
-    if q.dtype not in FLOAT_DTYPES:
-        return f"dtype {q.dtype} (the kernels take float32, bfloat16 and float16)"
+    if reason := unsupported_dtype(q.dtype):
+        return reason
     if freqs.requires_grad:
         return "freqs require a gradient (the kernels give none to angles)"
     return missing_kernel("accel::rope", q.device.type)

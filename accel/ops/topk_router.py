@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative
+from accel.ops._dispatch import log_fallback, refuse_derivative, unsupported
 
 __all__ = [
     "SCORE_FUNCTIONS",
@@ -39,7 +39,6 @@ __all__ = [
 ]
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
-_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def topk_router_ref(
@@ -105,9 +104,7 @@ def _only_best_groups(choice: Tensor, topk: int, num_groups: int, group_topk: in
 
 def unsupported_reason(logits: Tensor) -> str | None:
     """Why the references compute for valid inputs; None if the kernels do."""
-    if logits.dtype not in _DTYPES:
-        return f"dtype {logits.dtype} (the kernels take float32, bfloat16 and float16)"
-    return missing_kernel("accel::topk_router_fwd", logits.device.type)
+    return unsupported("accel::topk_router_fwd", logits)
 
 
 torch.library.define(

@@ -170,7 +170,7 @@ class NormContract(OpContract):
     def test_missing_library_falls_back(self, monkeypatch):
         inputs = self.norm_inputs((4, 8), DTYPES[1])
         monkeypatch.setattr(
-            "accel.ops._norm.missing_kernel", lambda op, device_type: "no native kernels here"
+            "accel.ops._dispatch.missing_kernel", lambda op, device_type: "no native kernels here"
         )
         assert self.unsupported_reason(*inputs.tensors) == "no native kernels here"
         (y,), grads = run(self.op, inputs)
