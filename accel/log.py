@@ -1,4 +1,4 @@
-"""What is worth one line on the logger ``accel``, however often it comes up."""
+"""Messages on the logger ``accel`` that are logged once, however often they come up."""
 
 import functools
 import logging
@@ -10,5 +10,5 @@ _log = logging.getLogger("accel")
 
 @functools.cache
 def log_once(who: str, message: str, level: int = logging.WARNING) -> None:
-    """Say once what a feature, an op or a library does otherwise than one would think."""
+    """Log a message once per process, for a feature, an op or a library by the name of `who`."""
     _log.log(level, "%s: %s", who, message)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel.layers.base import ExtraState, draw_normal, refuse_options
+from accel.log import log_once
 from accel.ops import attention_ref
 from accel.ops._dispatch import log_fallback
 from accel.ops.attention import largest_scores
@@ -44,8 +44,6 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 HIDDEN = -10000.0
 """The score of a hidden key, as in Megatron and Transformer Engine."""
 
-_log = logging.getLogger("accel")
-
 _ROWS_AT_ONCE = 256
 """A mask is compared in slices of so many queries, so that no second mask is made."""
 
@@ -58,10 +56,11 @@ def mask_kind(mask: Tensor, num_queries: int, num_keys: int) -> str:
     `other`. In a CUDA graph, which cannot look, `other` serves what is not known yet."""
     size = (num_queries, num_keys)
     if _is_capturing(mask) and not _KINDS.knows(mask, about=size):
-        _say_once(
+        log_once(
+            "attention",
             "a CUDA graph holds an attention mask that was not looked at since it was written: it is taken "
             "for none in particular, even if it is the causal one; "
-            "--no-create-attention-mask-in-dataloader leaves it out"
+            "--no-create-attention-mask-in-dataloader leaves it out",
         )
         return "other"
     kind: str = _KINDS.get(mask, find=lambda: _kind(mask, size), about=size)
@@ -120,11 +119,6 @@ def _fits(
     if torch.equal(begin_q, padded_q) and torch.equal(begin_k, padded_k):
         return True
     return causal and torch.equal(padded_q, padded_k) and torch.equal(begin_q, begin_k)
-
-
-@functools.cache
-def _say_once(line: str) -> None:
-    _log.warning(line)
 
 
 def draw_seed(device: torch.device) -> Tensor:

@@ -6,11 +6,11 @@ takes a second, because it imports the compiler.
 """
 
 import functools
-import logging
 
 import torch
 from torch import Tensor
 
+from accel.log import log_once
 from accel.ops import _native, _npu, _triton
 
 __all__ = [
@@ -26,11 +26,8 @@ __all__ = [
 KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """What the kernels of most ops take."""
 
-
 # PyTorch's dispatch key for each device. "npu" is an out-of-tree backend on the key kept for those.
 DISPATCH_KEYS = {"cpu": "CPU", "cuda": "CUDA", "npu": "PrivateUse1", "meta": "Meta"}
-
-logger = logging.getLogger("accel")
 
 
 def _not_loaded(device_type: str) -> str | None:
@@ -79,14 +76,9 @@ def forget() -> None:
     _missing_kernel.cache_clear()
 
 
-@functools.cache
-def _log_fallback_once(op: str, reason: str) -> None:
-    logger.warning("%s: using plain PyTorch: %s", op, reason)
-
-
 def log_fallback(op: str, reason: str) -> None:
     """Say once per distinct reason that `op` takes the slow way."""
-    _log_fallback_once(op, reason)
+    log_once(op, f"using plain PyTorch: {reason}")
 
 
 def refuse_derivative(op: str) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import accel
 from accel.device.cpu import shared_memory
+from accel.log import log_once
 
 pytestmark = [
     pytest.mark.usefixtures("gloo_group"),
@@ -576,7 +577,7 @@ def test_where_memory_cannot_be_shared_all_ranks_stay_with_gloo(
     if why == "no kernels" and rank == 1:  # found out before the feature is on
         monkeypatch.setattr(shared_memory, "unavailable", lambda: "there are no kernels")
     enable()
-    monkeypatch.setattr(shared_memory, "_REFUSALS", set())
+    log_once.cache_clear()
 
     def fail(*args: Any) -> Any:
         raise OSError(f"there is {why}")

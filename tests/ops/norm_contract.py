@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel.ops._dispatch import _log_fallback_once
+from accel.log import log_once
 from tests.ops.contract import Inputs, OpContract, needs_native, run
 
 DTYPES = [
@@ -159,7 +159,7 @@ class NormContract(OpContract):
         reason = self.unsupported_reason(x, *vectors)
         assert "float64" in reason
         want = self.ref(*(t.to(self.device) for t in (x, *vectors))).cpu()
-        _log_fallback_once.cache_clear()
+        log_once.cache_clear()
         with caplog.at_level(logging.WARNING, logger="accel"):
             for _ in range(2):
                 assert torch.equal(self.op(x, *vectors), want)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from accel.log import log_once
 from accel.ops import bias_gelu, geglu, squared_relu, swiglu
-from accel.ops._dispatch import _log_fallback_once
 from accel.ops.activation import GATED, _nearest, activation_ref, unsupported_reason
 from tests.ops.contract import Inputs, OpContract, laid_out, needs_native
 
@@ -242,7 +242,7 @@ class ActivationContract(OpContract):
         reason = unsupported_reason(inputs.tensors[0])
         assert "float64" in reason
         want = self.ref(*(t.to(self.device) for t in inputs.tensors), **inputs.options).cpu()
-        _log_fallback_once.cache_clear()
+        log_once.cache_clear()
         with caplog.at_level(logging.WARNING, logger="accel"):
             for _ in range(2):
                 got = self.op(*inputs.tensors, **inputs.options)

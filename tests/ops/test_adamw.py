@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from accel.log import log_once
 from accel.ops import adamw, adamw_ref, split_remainder
-from accel.ops._dispatch import _log_fallback_once
 from accel.ops.adamw import unsupported_reason
 from accel.testing.tolerance import assert_close_to_baseline
 from tests.ops.contract import Inputs, OpContract, change_layout, needs_native, run
@@ -249,7 +249,7 @@ def test_autograd_sees_the_change():
 @needs_native
 @pytest.mark.parametrize("layout", ["transposed", "strided"])
 def test_what_is_not_contiguous_takes_the_reference_and_says_so(layout, caplog):
-    _log_fallback_once.cache_clear()
+    log_once.cache_clear()
     inputs = TestAdamw().inputs(torch.float32)
     laid = [change_layout(t, layout) for t in inputs.tensors]
     rows = [laid[i * 3 : i * 3 + 3] for i in range(5)]
@@ -264,7 +264,7 @@ def test_what_is_not_contiguous_takes_the_reference_and_says_so(layout, caplog):
 
 
 def test_fp64_takes_the_reference(caplog):
-    _log_fallback_once.cache_clear()
+    log_once.cache_clear()
     inputs = TestAdamw().inputs(torch.float32).to_fp64()
     got, want = (run(op, inputs, [])[0] for op in (stepped(adamw), stepped(adamw_ref)))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from accel.log import log_once
 from accel.ops import add_rms_norm, add_rms_norm_ref, rms_norm
-from accel.ops._dispatch import _log_fallback_once
 from accel.ops.add_rms_norm import unsupported_reason
 from tests.ops.contract import LAYOUTS, Inputs, OpContract, change_layout, needs_native, run
 from tests.ops.norm_contract import DTYPES, SHAPES
@@ -195,7 +195,7 @@ def test_unsupported_dtype_falls_back_and_says_so_once(caplog):
     inputs = draw((4, 8), (torch.float64, torch.float64))
     reason = unsupported_reason(*inputs.tensors[:3])
     assert "float64" in reason
-    _log_fallback_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="accel"):
         for _ in range(2):
             results = zip(fused(*inputs.tensors), reference(*inputs.tensors), strict=True)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from accel.log import log_once
 from accel.ops import attention, attention_ref
-from accel.ops._dispatch import _log_fallback_once
 from accel.ops.attention import (
     QUERIES_AT_ONCE,
     attention_gradients,
@@ -548,7 +548,7 @@ def test_falls_back_and_says_so_once(caplog):
     q, k, v = (t.double() for t in qkv(5, 5))
     assert "float64" in unsupported_reason(q, v)
     assert "softmax_scale -1.0" in unsupported_reason(q.float(), v.float(), -1.0)
-    _log_fallback_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="accel"):
         for _ in range(2):
             assert torch.equal(attention(q, k, v)[0], attention_ref(q, k, v)[0])

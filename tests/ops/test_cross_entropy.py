@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from accel.log import log_once
 from accel.ops import _dispatch, cross_entropy, cross_entropy_ref
-from accel.ops._dispatch import _log_fallback_once
 from accel.ops.cross_entropy import unsupported_reason
 from accel.testing.tolerance import assert_close_to_baseline
 from tests.ops.contract import Inputs, OpContract, laid_out, needs_native, run
@@ -309,7 +309,7 @@ def test_unsupported_dtype_falls_back_and_says_so_once(caplog):
     x = torch.randn(2, 8, dtype=torch.float64)
     reason = unsupported_reason(x, TARGET)
     assert "float64" in reason
-    _log_fallback_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="accel"):
         for _ in range(2):
             assert torch.equal(cross_entropy(x, TARGET), cross_entropy_ref(x, TARGET))

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from accel.log import log_once
 from accel.ops import grouped_gemm, grouped_gemm_ref
-from accel.ops._dispatch import _log_fallback_once
 from accel.ops.grouped_gemm import accumulate_wgrad
 from tests.ops.contract import LAYOUTS, Inputs, OpContract, change_layout, needs_native, run
 
@@ -209,7 +209,7 @@ def test_missing_kernels_fall_back_and_say_so_once(caplog, monkeypatch):
     assert module.unsupported_reason(x) == missing
     meta = torch.empty(4, 3, dtype=torch.float64, device="meta")
     assert "float64 (the kernels take" in module.unsupported_reason(meta)
-    _log_fallback_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="accel"):
         for _ in range(2):
             y, expected = (f(x, weight, counts) for f in (grouped_gemm, grouped_gemm_ref))

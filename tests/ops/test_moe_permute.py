@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from accel.log import log_once
 from accel.ops import moe_permute, moe_row_map, moe_unpermute
-from accel.ops._dispatch import _log_fallback_once
 from accel.ops.moe_permute import (
     _row_map_ref,
     moe_permute_ref,
@@ -332,7 +332,7 @@ def test_kernels_check_what_they_read(call, message):
 def test_unsupported_dtype_falls_back_and_says_so_once(caplog):
     reason = unsupported_reason(X.double())
     assert "float64" in reason
-    _log_fallback_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="accel"):
         for _ in range(2):
             assert torch.equal(moe_permute(X.double(), ROWS)[0], X.double()[ROWS])

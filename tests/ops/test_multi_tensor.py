@@ -6,8 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from accel.log import log_once
 from accel.ops import l2_norm, l2_norm_ref, scale, scale_ref
-from accel.ops._dispatch import _log_fallback_once
 from tests.ops.contract import Inputs, OpContract, needs_native
 
 SHAPES = st.lists(st.sampled_from([(), (0,), (1,), (5, 7), (2, 0), (31,), (1025,)]), max_size=6)
@@ -109,7 +109,7 @@ def test_scale_of_fp32_is_torchs_bit_for_bit(shapes, target, factor, aliased):
 
 @needs_native
 def test_norm_of_several_dtypes(caplog):
-    _log_fallback_once.cache_clear()
+    log_once.cache_clear()
     tensors = [t for dtype in OpContract.dtypes for t in drawn([(1025,), (7, 3)], dtype)]
     norm = l2_norm(tensors[::-1])
     exact = torch.cat([t.double().flatten() for t in tensors]).norm()
@@ -120,7 +120,7 @@ def test_norm_of_several_dtypes(caplog):
 
 @needs_native
 def test_what_the_kernels_cannot_take_runs_on_torch_and_says_so(caplog):
-    _log_fallback_once.cache_clear()
+    log_once.cache_clear()
     assert l2_norm([torch.ones(4, dtype=torch.float64)]) == 2
     assert "l2_norm: using plain PyTorch: dtypes" in caplog.text
     strided = torch.ones(8)[::2]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from accel.log import log_once
 from accel.ops import rope, rope_ref
-from accel.ops._dispatch import _log_fallback_once
 from accel.ops.rope import _TABLES, _OneAngle, unsupported_reason
 from tests.ops.contract import Inputs, OpContract, assert_matches, needs_native
 
@@ -351,7 +351,7 @@ def test_unsupported_dtype_falls_back_and_says_so_once(caplog):
     q, freqs = draw(4, 2, 3, 8).double(), angles(4, 8)
     reason = unsupported_reason(q, freqs)
     assert "float64" in reason
-    _log_fallback_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="accel"):
         for _ in range(2):
             assert torch.equal(rope(q, freqs)[0], rope_ref(q, freqs)[0])

@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from accel.log import log_once
 from accel.ops import _dispatch, moe_aux_scores, topk_router
-from accel.ops._dispatch import _log_fallback_once
 from accel.ops.topk_router import (
     SCORE_FUNCTIONS,
     moe_aux_scores_ref,
@@ -293,7 +293,7 @@ def test_kernels_check_what_they_read(call, message):
 def test_unsupported_dtype_falls_back_and_says_so_once(caplog):
     reason = unsupported_reason(L.double())
     assert "float64" in reason
-    _log_fallback_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="accel"):
         for _ in range(2):
             got, want = topk_router(L.double(), 2), topk_router_ref(L.double(), 2)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accel
-from accel.ops._dispatch import _log_fallback_once
+from accel.log import log_once
 from accel.testing.tolerance import assert_close_to_baseline
 from tests.ops.contract import needs_native
 
@@ -246,7 +246,7 @@ def test_what_upstream_alone_can_do_runs_upstream_and_says_so_once(
         return [y.detach(), *torch.autograd.grad(y.sum(), x)]
 
     stock = result()
-    _log_fallback_once.cache_clear()
+    log_once.cache_clear()
     with features(fused_activation=True), caplog.at_level(logging.WARNING, logger="accel"):
         ours = [result(), result()]
     assert all(torch.equal(a, b) for got in ours for a, b in zip(got, stock, strict=True))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import accel
-from accel.ops._dispatch import _log_fallback_once
+from accel.log import log_once
 from accel.patches import fused_adamw
 from accel.testing.tolerance import assert_close_to_baseline
 from accel.upstream import SUPPORTED_MEGATRON
@@ -276,7 +276,7 @@ def test_a_weight_without_gradient_is_copied_as_before() -> None:
 def test_what_we_do_not_step_stays_torchs_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
     from megatron.core.optimizer.optimizer import FP32Optimizer
 
-    _log_fallback_once.cache_clear()
+    log_once.cache_clear()
     weight = torch.nn.Parameter(torch.ones(3))
     config = SimpleNamespace(optimizer="adam")
     with one_rank(fused_adamw=True):

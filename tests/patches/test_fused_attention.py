@@ -14,8 +14,8 @@ from torch import Tensor
 
 import accel
 from accel.feature import Context
+from accel.log import log_once
 from accel.ops import _attention_backends
-from accel.ops._dispatch import _log_fallback_once
 from accel.patches import context_parallel, fused_attention
 from accel.patches.fused_attention import accept_backends, choose_backend
 from accel.testing.tolerance import assert_close_to_baseline
@@ -95,7 +95,7 @@ def fallbacks(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def said(caplog: pytest.LogCaptureFixture) -> None:
-    _log_fallback_once.cache_clear()
+    log_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="accel")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accel.feature import Context
-from accel.ops._dispatch import _log_fallback_once
+from accel.log import log_once
 from accel.patches import fused_embedding_gradient
 from accel.upstream import SUPPORTED_MEGATRON
 from tests.versions import run_on
@@ -286,7 +286,7 @@ def test_every_version_is_served(version: str) -> None:
 def test_embeddings_from_before_it_was_on_stay_upstreams(caplog: pytest.LogCaptureFixture) -> None:
     with one_rank():
         module = embedding()
-    _log_fallback_once.cache_clear()
+    log_once.cache_clear()
     with one_rank(fused_embedding_gradient=True), caplog.at_level("WARNING", logger="accel"):
         assert summed(module, each_once())[2] is False
     assert "built before accel was on" in caplog.text

@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from accel.ops._dispatch import _log_fallback_once
+from accel.log import log_once
 
 from .moe_layer import CONFIGS, EXPERTS, HIDDEN, assert_same, build, one_rank, step
 
@@ -141,7 +141,7 @@ def test_a_second_derivative_is_an_error() -> None:
 def test_what_cannot_be_grouped_runs_sequentially_and_says_so(change, reason, caplog) -> None:
     with one_rank("off"):
         stock = step(build())
-    _log_fallback_once.cache_clear()
+    log_once.cache_clear()
     with (
         one_rank("off", grouped_gemm=True),
         caplog.at_level(logging.WARNING, logger="accel"),

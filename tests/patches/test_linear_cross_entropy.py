@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import accel
-from accel.ops._dispatch import _log_fallback_once
+from accel.log import log_once
 from accel.patches.linear_cross_entropy import Projection
 from tests.ops.contract import needs_native
 
@@ -225,7 +225,7 @@ def test_who_needs_whole_logits_gets_them_and_one_line(caplog: pytest.LogCapture
             model = build(1)
             model.load_state_dict(plain.state_dict())
             change(model)
-            _log_fallback_once.cache_clear()
+            log_once.cache_clear()
             with caplog.at_level(logging.WARNING, logger="accel"):
                 caplog.clear()
                 for _ in range(2):

@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import logging
 import os
 import platform
 import secrets
@@ -41,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo  # the public one takes a second to import
 
+from accel.log import log_once
 from accel.ops import _native
 
 __all__ = ["Channel", "Work", "channel", "moves", "reduces", "unavailable"]
@@ -64,8 +64,6 @@ _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int8, torch.uint8})
 _MOVED = _FLOATS | _INTEGERS | {torch.int16, torch.bool}
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-_log = logging.getLogger("accel")
 
 
 def unavailable() -> str | None:
@@ -255,7 +253,7 @@ def _agree(group: Any) -> Channel | None:
             return Channel(_set_up(group, files))
     except _Refused as refusal:
         if group.rank() == 0:
-            _log_once(str(refusal), dist.get_process_group_ranks(group))
+            log_once("host_shared_memory_collectives", f"groups of ranks stay with gloo: {refusal}")
         return None
 
 
@@ -387,14 +385,3 @@ def _spin_microseconds(num_ranks: int) -> int:
     """0 where ranks outnumber the cores: whoever spins keeps another rank from its work."""
     ranks = max(num_ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return SPIN_MICROSECONDS if ranks <= len(os.sched_getaffinity(0)) else 0
-
-
-_REFUSALS: set[str] = set()
-
-
-def _log_once(refusal: str, ranks: Sequence[int]) -> None:
-    """One line for each reason, not for each group."""
-    if refusal not in _REFUSALS:
-        _REFUSALS.add(refusal)
-        text = "host_shared_memory_collectives: ranks %s and others like them stay with gloo: %s"
-        _log.warning(text, ranks, refusal)
