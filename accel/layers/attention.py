@@ -21,6 +21,7 @@ from torch import Tensor
 from accel.layers.base import ExtraState, draw_normal, refuse_options
 from accel.log import log_once
 from accel.ops import attention_ref
+from accel.ops._capture import is_capturing
 from accel.ops._dispatch import log_fallback
 from accel.ops.attention import largest_scores
 from accel.ops.findings import Findings
@@ -55,7 +56,7 @@ def mask_kind(mask: Tensor, num_queries: int, num_keys: int) -> str:
     """What a mask (True is hidden), broadcastable to [B, 1, queries, keys], is: `causal`, `none` or
     `other`. In a CUDA graph, which cannot look, `other` serves what is not known yet."""
     size = (num_queries, num_keys)
-    if _is_capturing(mask) and not _KINDS.knows(mask, about=size):
+    if is_capturing(mask.device) and not _KINDS.knows(mask, about=size):
         log_once(
             "attention",
             "a CUDA graph holds an attention mask that was not looked at since it was written: it is taken "
@@ -65,10 +66,6 @@ def mask_kind(mask: Tensor, num_queries: int, num_keys: int) -> str:
         return "other"
     kind: str = _KINDS.get(mask, find=lambda: _kind(mask, size), about=size)
     return kind
-
-
-def _is_capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _kind(mask: Tensor, size: tuple[int, int]) -> str:

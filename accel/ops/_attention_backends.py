@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from accel.log import log_once
+from accel.ops._capture import is_capturing
 from accel.ops._trial import mistake
 
 __all__ = [
@@ -696,7 +697,7 @@ def _tried(backend: Backend, call: Call, device: torch.device) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def _chosen(call: Call, device: torch.device) -> Backend:
     """Decided once for each kind of call, as long as the process lives."""
-    if _is_capturing(device):  # no trial could be waited for; what is not returned is not kept
+    if is_capturing(device):  # no trial could be waited for; what is not returned is not kept
         raise _Untried
     decision = plan(call, device)
     log_once("attention on CUDA", str(decision), logging.INFO)
@@ -705,10 +706,6 @@ def _chosen(call: Call, device: torch.device) -> Backend:
 
 class _Untried(Exception):
     """A CUDA graph is captured of a call of a kind that came never before."""
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _choose(call: Call, device: torch.device) -> Backend:

@@ -20,6 +20,7 @@ from torch import Tensor
 from accel._peers import LIBRARIES
 from accel._peers.limits import NotTaken
 from accel.log import log_once
+from accel.ops._capture import is_capturing
 from accel.ops._kernel_choice import VARIABLE, Choice
 from accel.ops._trial import mistake
 
@@ -63,7 +64,7 @@ class Served:
     def mistake(self, device: torch.device) -> str | None:
         """What the library computes wrongly on that device, or raises; None if it is right."""
         if device not in self.mistakes:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if is_capturing(device):
                 return "a CUDA graph is captured before it was tried"
             # within an op nothing is recorded for autograd; a thread of its own knows nothing of that
             with ThreadPoolExecutor(1) as thread:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from accel.log import log_once
+from accel.ops._capture import is_capturing
 from accel.ops._dispatch import log_fallback, missing_kernel, refuse_derivative, unsupported_dtype
 from accel.ops.rope import rope, tables_of
 
@@ -140,7 +141,7 @@ def qkv_rope(
     tables = None if reason else tables_of(qkv, freqs, layout)
     if tables is not None and 2 * tables.cos.shape[-1] != head_dim:
         tables = None  # pairs whose members have angles of their own, or it is not known yet
-        if qkv.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_capturing(qkv.device):
             log_once(
                 "qkv_rope",
                 "a CUDA graph is captured on angles that were not seen before, whose pairs may have two: it "

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from accel.ops._capture import is_capturing
 from accel.ops._dispatch import log_fallback, missing_kernel, unsupported_dtype
 from accel.ops._placement import check_at_hand
 from accel.ops._saving import hooks_take_saved
@@ -234,7 +235,7 @@ class _TablesOfFreqs:
     def get(self, freqs: Tensor, layout: Layout, mscale: float) -> Tables:
         if torch.compiler.is_compiling() or freqs.is_inference():
             return _tables(freqs, layout, mscale)
-        if _is_capturing(freqs):
+        if is_capturing(freqs.device):  # its replays may have other angles in this memory
             return self._in_graph(freqs, layout, mscale)
         storage = StorageWeakRef(freqs.untyped_storage())
         tables_by_view = self.by_storage.get(storage)
@@ -299,11 +300,6 @@ def _without_twins(tables: Tables) -> Tables:
     if same:
         cos, sin = (t.chunk(2, dim=-1)[0].contiguous() for t in (cos, sin))
     return Tables(cos, sin, written=_Written(cos, sin))
-
-
-def _is_capturing(freqs: Tensor) -> bool:
-    """Whether this goes into a CUDA graph, which may run with other angles in the same memory."""
-    return freqs.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def rope(

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from accel.ops import gemm_accumulate_ref
 from accel.ops._autocast import autocasts, without_autocast
+from accel.ops._capture import is_capturing
 from accel.parallel import overlap, split_backward
 from accel.parallel.collectives import gather_rows, reduce_scatter_rows
 from accel.parallel.overlapped_linear import (
@@ -538,22 +539,18 @@ def weight_gradient_added(weight: Any) -> Tensor | None:
 
     Sparse, without an element: a dense one would be at the peak of a step's memory, for the output layer of
     Llama 3 8B 1 GiB, and if an embedding shares the weight until the gradient of that is added to it. Without
-    sparse tensors, and in a CUDA graph, it is dense: zeros in that case, else what memory holds.
+    sparse tensors, and in a CUDA graph, of whose results Megatron asks the address, it is dense: zeros if an
+    embedding shares the weight (`zero_out_wgrad`), else what memory holds.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    if weight.device.type in _HAS_SPARSE and not _is_captured(weight):
+    if weight.device.type in _HAS_SPARSE and not is_capturing(weight.device):
         return torch.empty(
             weight.shape, dtype=weight.dtype, device=weight.device, layout=torch.sparse_coo
         )
     is_added_to = getattr(weight, "zero_out_wgrad", False)
     return torch.zeros_like(weight) if is_added_to else torch.empty_like(weight)
-
-
-def _is_captured(x: Tensor) -> bool:
-    """Whether a CUDA graph is. Megatron asks for the address of what comes out of one."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _gathered(x: Tensor, layout: Layout, *, async_op: bool = False) -> tuple[Tensor, Any]:

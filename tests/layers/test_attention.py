@@ -231,7 +231,7 @@ def test_a_mask_in_a_cuda_graph_is_taken_for_none_in_particular(
 ) -> None:
     mask = upper(6, 6)
     assert mask_kind(mask, 6, 6) == "causal"
-    monkeypatch.setattr(layers, "_is_capturing", lambda tensor: True)
+    monkeypatch.setattr(layers, "is_capturing", lambda device: True)
     assert mask_kind(mask, 6, 6) == "causal"
     mask.copy_(upper(6, 6))  # as a loader does that fills one buffer again and again
     assert mask_kind(mask, 6, 6) == "other"

@@ -616,11 +616,11 @@ def test_a_trial_and_calls_are_made_on_their_device(fakes, installed, current, m
 
 def test_what_comes_first_in_a_graph_is_no_package_and_is_not_kept(fakes, installed, monkeypatch):
     installed("flash4", "cudnn")
-    monkeypatch.setattr(backends, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(backends, "is_capturing", lambda device: True)
     assert backends._choose(SMALL, CPU).name == "cudnn"
-    monkeypatch.setattr(backends, "_is_capturing", lambda device: False)
+    monkeypatch.setattr(backends, "is_capturing", lambda device: False)
     assert backends._choose(SMALL, CPU).name == "flash4"
-    monkeypatch.setattr(backends, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(backends, "is_capturing", lambda device: True)
     assert backends._choose(SMALL, CPU).name == "flash4", "tried before"
 
 

@@ -76,7 +76,7 @@ def test_what_autograd_gets_beside_it_changes_nothing(shared: bool, dtype: torch
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_in_a_cuda_graph_it_has_an_address(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_is_captured", lambda x: True)
+    monkeypatch.setattr(linear, "is_capturing", lambda device: True)
     _, w, _ = inputs(torch.bfloat16, 5)
     w.grad_added_to_main_grad, w.zero_out_wgrad = False, shared
     grad = linear.weight_gradient_added(w)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accel.ops._capture import is_capturing
 from accel.ops.findings import Findings
 
 __all__ = ["chunks", "halves", "keep_for_graphs", "owners", "token_order", "whole_sequence"]
@@ -88,7 +89,7 @@ def keep_for_graphs(starts: Tensor, found: object) -> None:
     Raises:
         ValueError: it is captured, and the starts are a pack's.
     """
-    if starts.is_cuda and torch.cuda.is_current_stream_capturing():
+    if is_capturing(starts.device):
         if starts not in _WHOLE:
             raise ValueError(
                 "context parallelism: a CUDA graph would hold the order of the tokens of this pack for all: "
