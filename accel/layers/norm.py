@@ -20,10 +20,10 @@ rms_norm = rms_norm_ref
 layer_norm = layer_norm_ref
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """`torch.nn.RMSNorm` that may be zero-centred; x is `[..., hidden_size]` in any float dtype."""
+class _MegatronNorm(torch.nn.Module):
+    """What Megatron's norms have beside torch's: a mixin, to come before torch's class."""
 
-    eps: float  # torch's may be None
+    weight: torch.nn.Parameter
 
     def __init__(
         self,
@@ -40,36 +40,28 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """First values, and the attributes that `to_empty` drops."""
+        """Set the first values, and the attributes that `to_empty` drops."""
         torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
-        _mark(self)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+
+class RMSNorm(_MegatronNorm, torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` that may be zero-centred; x is `[..., hidden_size]` in any float dtype."""
+
+    eps: float  # torch's may be None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return normalize(x, self.weight, None, self.eps, self.zero_centered)
 
 
-class LayerNorm(torch.nn.LayerNorm):
+class LayerNorm(_MegatronNorm, torch.nn.LayerNorm):
     """`torch.nn.LayerNorm` that may be zero-centred; x is `[..., hidden_size]` in any float dtype."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        *,
-        zero_centered: bool = False,
-        sequence_parallel: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self.zero_centered = zero_centered
-        self.sequence_parallel = sequence_parallel
-        super().__init__(hidden_size, eps=eps, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """As `RMSNorm.reset_parameters`."""
-        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
+        super().reset_parameters()
         torch.nn.init.zeros_(self.bias)
-        _mark(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return normalize(x, self.weight, self.bias, self.eps, self.zero_centered)
@@ -136,8 +128,3 @@ def normalize(
     if bias is None:
         return rms_norm(x, weight, eps, zero_centered=zero_centered).to(dtype)
     return layer_norm(x, weight, bias, eps, zero_centered=zero_centered).to(dtype)
-
-
-def _mark(module: RMSNorm | LayerNorm) -> None:
-    for parameter in module.parameters():
-        parameter.sequence_parallel = module.sequence_parallel  # type: ignore[attr-defined]
