@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accel._npu.kept import KEPT
+from accel.ops.moe_permute import tokens_of_rows, weights_of_rows
 
 __all__ = ["KERNELS"]
 
@@ -56,11 +57,6 @@ def _ends(counts: Tensor) -> Tensor:
     return counts.cumsum(0, dtype=counts.dtype)
 
 
-def _tokens(row_map: Tensor, num_tokens: int) -> Tensor:
-    """The token of each row; for padding one beyond the last."""
-    return torch.where(row_map < 0, num_tokens, row_map % max(num_tokens, 1))
-
-
 def _places(row_map: Tensor, num_tokens: int) -> Tensor | None:
     """[T k] int32: where each token's rows are, if every token has k and none is padding."""
 
@@ -69,7 +65,7 @@ def _places(row_map: Tensor, num_tokens: int) -> Tensor | None:
         if not num_rows or num_rows > MOST_ROWS or not num_tokens or num_rows % num_tokens:
             return None
         topk = num_rows // num_tokens
-        tokens = _tokens(row_map, num_tokens)
+        tokens = tokens_of_rows(row_map, num_tokens)
         ones = torch.ones_like(tokens, dtype=torch.int32)
         counts = ones.new_zeros(num_tokens + 1).scatter_add_(0, tokens, ones)
         if topk > MOST_ROWS_OF_A_TOKEN or not bool((counts[:num_tokens] == topk).all()):
@@ -80,14 +76,6 @@ def _places(row_map: Tensor, num_tokens: int) -> Tensor | None:
     return places
 
 
-def _weight_of_row(probs: Tensor, row_map: Tensor) -> Tensor:
-    """[P] from [T, E] or [P]; 0 for padding."""
-    if probs.ndim == 1:
-        return probs
-    place = torch.where(row_map < 0, probs.numel(), row_map)
-    return F.pad(probs.T.reshape(-1), (0, 1)).index_select(0, place)
-
-
 def _taken(weight: Tensor) -> Tensor:
     """In a dtype that torch-npu takes beside rows of any."""
     return weight.float() if weight.dtype == torch.float64 else weight
@@ -95,7 +83,7 @@ def _taken(weight: Tensor) -> Tensor:
 
 def _copied(x: Tensor, row_map: Tensor) -> Tensor:
     """The token of each row, and 0 for padding."""
-    return F.pad(x, (0, 0, 0, 1)).index_select(0, _tokens(row_map, len(x)))
+    return F.pad(x, (0, 0, 0, 1)).index_select(0, tokens_of_rows(row_map, len(x)))
 
 
 def _summed(rows: Tensor, row_map: Tensor, num_tokens: int, weight: Tensor | None = None) -> Tensor:
@@ -113,7 +101,7 @@ def _summed(rows: Tensor, row_map: Tensor, num_tokens: int, weight: Tensor | Non
         return torch.ops.npu.npu_moe_token_unpermute(rows.contiguous(), places, probs=probs)
     wide = rows.float() if weight is None else rows.float() * weight.float()[:, None]
     total = wide.new_zeros(num_tokens + 1, rows.shape[1])
-    total.index_add_(0, _tokens(row_map, num_tokens), wide)
+    total.index_add_(0, tokens_of_rows(row_map, num_tokens), wide)
     return total[:num_tokens].to(rows.dtype).clone()
 
 
@@ -127,7 +115,7 @@ def _gradient_of_probs(dw: Tensor, row_map: Tensor, num_tokens: int, num_experts
 
 def permute_forward(x: Tensor, row_map: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor]:
     """`accel::moe_permute_fwd`."""
-    w = x.new_empty(0) if probs is None else _weight_of_row(probs, row_map)
+    w = x.new_empty(0) if probs is None else weights_of_rows(probs, row_map)
     return _copied(x, row_map), w
 
 
@@ -149,7 +137,7 @@ def permute_backward(
 
 def unpermute_forward(y: Tensor, row_map: Tensor, num_tokens: int, probs: Tensor | None) -> Tensor:
     """`accel::moe_unpermute_fwd`."""
-    weight = None if probs is None else _weight_of_row(probs, row_map)
+    weight = None if probs is None else weights_of_rows(probs, row_map)
     return _summed(y, row_map, num_tokens, weight)
 
 
@@ -162,7 +150,7 @@ def unpermute_probs_backward(
     dout: Tensor, y: Tensor, row_map: Tensor, probs: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`accel::moe_unpermute_probs_bwd`."""
-    weight = _weight_of_row(probs, row_map)
+    weight = weights_of_rows(probs, row_map)
     places = _places(row_map, len(dout)) if y.numel() else None
     if places is not None:
         shape = (len(dout), len(places) // len(dout))

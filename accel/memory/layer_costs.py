@@ -152,7 +152,7 @@ class _Moves:
 
     def hooks(self) -> list[Any]:
         def enters(module: torch.nn.Module, args: Any) -> None:
-            self._parameters.append({p.untyped_storage()._cdata for p in module.parameters()})
+            self._parameters.append({recompute.storage_of(p) for p in module.parameters()})
 
         def leaves(module: torch.nn.Module, args: Any, output: Any) -> None:
             self._parameters.pop()

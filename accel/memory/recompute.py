@@ -35,7 +35,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from accel.memory.lanes import home_of
 from accel.ops import _native
 
-__all__ = ["Recomputed", "Restorer", "default_generators", "is_running", "watched", "will_be_freed"]
+__all__ = [
+    "Recomputed",
+    "Restorer",
+    "default_generators",
+    "is_running",
+    "storage_of",
+    "watched",
+    "will_be_freed",
+]
 
 Restorer = Callable[[], AbstractContextManager[None]]
 """Enters the state that was captured, and leaves the one of now behind again."""
@@ -84,12 +92,12 @@ class Recomputed:
         recorded = [t for t in until if t.requires_grad]
         if frame is None or not recorded or not torch.is_grad_enabled():
             return 0
-        taken = {_storage(t) for t in until}
+        taken = {storage_of(t) for t in until}
         freed = 0
         for number, output in enumerate(self._own(frame)):
-            if output is None or _storage(output) in taken:
+            if output is None or storage_of(output) in taken:
                 continue
-            taken.add(_storage(output))
+            taken.add(storage_of(output))
             freed += output.untyped_storage().nbytes()
             frame.outputs[number] = _Emptied(output)
         if freed:
@@ -100,14 +108,14 @@ class Recomputed:
     def will_free(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is an output's that `free` may free."""
         own = () if self._frame is None else self._own(self._frame)
-        return any(y is not None and _storage(y) == _storage(tensor) for y in own)
+        return any(y is not None and storage_of(y) == storage_of(tensor) for y in own)
 
     def _own(self, frame: _Frame) -> Iterator[Tensor | None]:
         """Each output, or None where its memory is gone, a part of something, or an input's."""
-        inputs = {_storage(t) for t in frame.tensors()}
+        inputs = {storage_of(t) for t in frame.tensors()}
         for reference in self._outputs:
             output = reference()
-            free = output is not None and _is_whole(output) and _storage(output) not in inputs
+            free = output is not None and _is_whole(output) and storage_of(output) not in inputs
             yield output if free else None
 
 
@@ -149,7 +157,8 @@ def will_be_freed(tensor: Tensor) -> bool:
     return any(call.will_free(tensor) for call in _PENDING)
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """The same number for all tensors in one memory, as long as that lives."""
     return tensor.untyped_storage()._cdata
 
 

@@ -68,7 +68,7 @@ class Swap:
         """Whether a tensor that is saved may be copied to the host, if it is nobody's leaf.
 
         Args:
-            keep: `_cdata` of storages that stay.
+            keep: `recompute.storage_of` of tensors that stay.
         """
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return False
@@ -131,7 +131,7 @@ class Chain:
             return
         number = len(self._groups)
         earlier = self._groups[-self.depth] if number >= self.depth else None
-        group = _Group(self, earlier, self._wanted(number), {_storage(t) for t in keep})
+        group = _Group(self, earlier, self._wanted(number), {recompute.storage_of(t) for t in keep})
         self._groups.append(group)
         self.sizes.append(0)
         hooks = saved_tensors_hooks(group.pack, _Saved.unpack)
@@ -375,10 +375,6 @@ def _is_of_a_leaf(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter, frozen or not, another leaf that has a gradient, or a view of one."""
     base = tensor if tensor._base is None else tensor._base
     return isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _nothing() -> None: ...

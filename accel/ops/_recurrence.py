@@ -14,18 +14,10 @@ __all__ = [
     "Decays",
     "check_segments",
     "check_shapes",
-    "chunks_of",
     "first_state",
     "gradient_of_logs",
     "used_slots",
 ]
-
-
-def chunks_of(num_tokens: int, chunk_size: int) -> list[slice]:
-    return [
-        slice(first, min(first + chunk_size, num_tokens))
-        for first in range(0, num_tokens, chunk_size)
-    ]
 
 
 _NOTHING_LEFT = -1e4

@@ -35,12 +35,12 @@ import torch
 from torch import Tensor
 
 from accel.ops._autocast import without_autocast
+from accel.ops._chunks import chunks_of
 from accel.ops._dispatch import refuse_derivative
 from accel.ops._recurrence import (
     Decays,
     check_segments,
     check_shapes,
-    chunks_of,
     first_state,
     gradient_of_logs,
 )

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel.ops._chunks import chunks_of
 from accel.ops._dispatch import log_fallback, refuse_derivative, unsupported
 from accel.ops.cross_entropy import (
     check_smoothing,
@@ -132,10 +133,6 @@ _piece_stats = torch.ops.accel.cross_entropy_stats.default
 _piece_backward = torch.ops.accel.cross_entropy_bwd_.default
 
 
-def _pieces(total: int, size: int) -> list[slice]:
-    return [slice(first, min(first + size, total)) for first in range(0, total, size)]
-
-
 class _Logits:
     """Pieces of h W^T, one after the other in the same memory."""
 
@@ -148,7 +145,7 @@ class _Logits:
         num_rows, num_tokens = rows.stop - rows.start, tokens.stop - tokens.start
         piece = self.memory[: num_rows * num_tokens].view(num_rows, num_tokens)
         hidden, weight = self.hidden[rows], self.weight[tokens]
-        for part in _pieces(num_rows, self.rows_at_once):
+        for part in chunks_of(num_rows, self.rows_at_once):
             torch.mm(hidden[part], weight.t(), out=piece[part])
         return piece
 
@@ -228,13 +225,13 @@ def _stats(
     tokens_per_chunk: int,
 ) -> Tensor:
     """The stats of `accel::cross_entropy_stats` for h W^T; h is [T, H], the target [T]."""
-    chunks = _pieces(len(weight), tokens_per_chunk)
+    chunks = chunks_of(len(weight), tokens_per_chunk)
     stats_CKT = hidden.new_empty(
         (len(chunks), 4 if with_sum else 3, len(target)), dtype=torch.float32
     )
     rows_per_block = _piece(hidden.device).rows
     logits = _Logits(hidden, weight, rows_per_block, tokens_per_chunk)
-    for rows in _pieces(len(target), rows_per_block):
+    for rows in chunks_of(len(target), rows_per_block):
         checked = vocab_size  # by the first chunk, for all
         for stats_KT, tokens in zip(stats_CKT, chunks, strict=True):
             piece = logits.make(rows, tokens)
@@ -313,7 +310,7 @@ def _backward(
     sums = _RoundedSums(hidden if with_dhidden else _no_columns(hidden), len(hidden))
     dhidden_sum = sums.zeros(rows)
     dweight = torch.empty_like(weight)
-    for tokens in _pieces(len(weight), tokens_per_chunk):
+    for tokens in chunks_of(len(weight), tokens_per_chunk):
         dlogits = logits.make(rows, tokens)
         first = vocab_start + tokens.start
         _piece_backward(dlogits, target, stats, dloss, first, vocab_size, smoothing)
@@ -341,10 +338,10 @@ def _backward_into(
     rows_per_block = _piece(hidden.device).rows
     logits = _Logits(hidden, weight, rows_per_block, tokens_per_chunk)
     sums = _RoundedSums(hidden if with_dhidden else _no_columns(hidden), rows_per_block)
-    for rows in _pieces(len(hidden), rows_per_block):
+    for rows in chunks_of(len(hidden), rows_per_block):
         dhidden_sum = sums.zeros(rows)
         block_stats = stats[:, rows].contiguous()
-        for tokens in _pieces(len(weight), tokens_per_chunk):
+        for tokens in chunks_of(len(weight), tokens_per_chunk):
             dlogits = logits.make(rows, tokens)
             first = vocab_start + tokens.start
             _piece_backward(

@@ -46,31 +46,30 @@ def moe_permute_ref(
     x: Tensor, row_map: Tensor, probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """The definition of correct, on any device. Same contract as `moe_permute`."""
-    y = F.pad(x, (0, 0, 0, 1)).index_select(0, _tokens(row_map, x.shape[0]))
-    if probs is None:
-        return y, None
-    place = torch.where(row_map < 0, probs.numel(), row_map)
-    return y, F.pad(probs.T.reshape(-1), (0, 1)).index_select(0, place)
+    y = F.pad(x, (0, 0, 0, 1)).index_select(0, tokens_of_rows(row_map, x.shape[0]))
+    return y, None if probs is None else weights_of_rows(probs, row_map)
 
 
 def moe_unpermute_ref(
     y: Tensor, row_map: Tensor, num_tokens: int, probs: Tensor | None = None
 ) -> Tensor:
     """The definition of correct, on any device. Same contract as `moe_unpermute`."""
-    weighted = y
-    if probs is not None:
-        w = probs
-        if probs.ndim == 2:
-            place = torch.where(row_map < 0, probs.numel(), row_map)
-            w = F.pad(probs.T.reshape(-1), (0, 1)).index_select(0, place)
-        weighted = y * w[:, None]
+    weighted = y if probs is None else y * weights_of_rows(probs, row_map)[:, None]
     out = weighted.new_zeros(num_tokens + 1, y.shape[1])
-    return out.index_add(0, _tokens(row_map, num_tokens), weighted)[:num_tokens].to(y.dtype)
+    return out.index_add(0, tokens_of_rows(row_map, num_tokens), weighted)[:num_tokens].to(y.dtype)
 
 
-def _tokens(row_map: Tensor, num_tokens: int) -> Tensor:
-    """The token of each row; for padding one beyond the last."""
+def tokens_of_rows(row_map: Tensor, num_tokens: int) -> Tensor:
+    """[P]: the token of each row; for padding one beyond the last."""
     return torch.where(row_map < 0, num_tokens, row_map % max(num_tokens, 1))
+
+
+def weights_of_rows(probs: Tensor, row_map: Tensor) -> Tensor:
+    """[P]: the probability of each row, of probs [T, E] or [P]; 0 for padding."""
+    if probs.ndim == 1:
+        return probs
+    place = torch.where(row_map < 0, probs.numel(), row_map)
+    return F.pad(probs.T.reshape(-1), (0, 1)).index_select(0, place)
 
 
 def unsupported_reason(rows: Tensor, probs: Tensor | None = None) -> str | None:
