@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel.parallel import overlap
+from accel.parallel import linear_overlap
 from accel.parallel.collectives import gather_rows, reduce_scatter_rows
 from accel.parallel.linear import Layout, parallel_linear
-from accel.parallel.overlap import Overlap
+from accel.parallel.linear_overlap import Overlap
 from accel.parallel.overlapped_linear import FORMS
 from benchmarks import _ranks
 from benchmarks._ranks import Call, Scheduled, group, in_turn, run, timed
@@ -135,7 +135,7 @@ def asking(chosen: Overlap | None, call: Callable[[], Any]) -> Callable[[], Any]
     """The call, in which layers ask `chosen`."""
 
     def asked() -> Any:
-        off = (lambda: None) if chosen is None else overlap.switch_on(chosen)
+        off = (lambda: None) if chosen is None else linear_overlap.switch_on(chosen)
         try:
             return call()
         finally:
@@ -343,7 +343,7 @@ def gpt(quick: bool, every: bool = False, pairs: int = 15) -> dict[str, Any]:
 def enabled(options: Mapping[str, Any], measured: Overlap | None) -> Iterator[None]:
     with _ranks.enabled(options):
         if measured is not None:
-            overlap.switch_on(measured)
+            linear_overlap.switch_on(measured)
         yield
 
 

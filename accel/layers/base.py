@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel.log import log_once
-from accel.parallel import overlap
+from accel.parallel import linear_overlap
 from accel.parallel.linear import DelayedGradients, Layout
 
 __all__ = ["ExtraState", "ParallelLayer", "refuse_options"]
@@ -95,7 +95,7 @@ class ParallelLayer(ExtraState):
         ub_name: kept for Megatron, which reads it; there are no userbuffers.
         ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad: whether a product may overlap with the gather
             before it, with the reduction of a row layer, and of a column layer's input gradient, where
-            `accel.parallel.overlap` is on.
+            `accel.parallel.linear_overlap` is on.
         ub_bulk_wgrad, ub_bulk_dgrad: collectives beside a product that needs them not; that is always so.
         options: what else Transformer Engine takes (userbuffers, symmetric memory, ...): refused if set.
     """
@@ -151,7 +151,7 @@ class ParallelLayer(ExtraState):
         self.where = {"device": device, "dtype": params_dtype}
         self.delayed = DelayedGradients() if delay_wgrad_compute else None
         self.ub_name = ub_name
-        if ub_name is not None and self.communicates and overlap.current() is None:
+        if ub_name is not None and self.communicates and linear_overlap.current() is None:
             log_once(
                 "tp_comm_overlap",
                 "the configuration asks for it, and nothing overlaps; accel.enable(tp_overlap=True) does it",

@@ -10,8 +10,8 @@ Collectives with sequence parallelism `gather` is an all-gather and `reduce` a r
             of a column layer, x is gathered again while dx is formed, and dx is reduced while dW is
             formed. The input part of a split backward leaves both for later, dW and that gather
             (`accel.parallel.split_backward`).
-Overlap     where `accel.parallel.overlap` says so, collectives run in pieces beside the product that they
-            belong to: the gather of x, the reduction of x W^T, the gather of dy in a row layer, and the
+Overlap     where `accel.parallel.linear_overlap` says so, collectives run in pieces beside the product that
+            they belong to: the gather of x, the reduction of x W^T, the gather of dy in a row layer, and the
             reduction of dx, which then begins before dx is whole, and goes on beside dW if that is formed.
             A row layer's dW is formed of the gathered dy, or, if it is asked for, added up as dy comes:
             that hides more where dy takes longer than dx, rounds after each piece, and where there is no
@@ -39,7 +39,7 @@ from torch import Tensor
 from accel.ops import gemm_accumulate_ref
 from accel.ops._autocast import autocasts, without_autocast
 from accel.ops._capture import is_capturing
-from accel.parallel import overlap, split_backward
+from accel.parallel import linear_overlap, split_backward
 from accel.parallel.collectives import gather_rows, reduce_scatter_rows
 from accel.parallel.overlapped_linear import (
     Plan,
@@ -135,7 +135,7 @@ def parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layout: Layo
     bias = bias.to(x.dtype) if bias is not None and layout.cast else bias
     if layout.mode != "row" or not layout.split:
         return _Linear.apply(x, weight, bias, layout)
-    if overlap.current() is not None:
+    if linear_overlap.current() is not None:
         y = _OverlappedRow.apply(x, weight, layout)
     else:
         y = reduce_rows(_Linear.apply(x, weight, None, layout), layout)
@@ -244,7 +244,7 @@ def _held(weight: Any, dy: Tensor, x: Tensor, layout: Layout) -> int:
     return 2 * gathered + gradient.nbytes + dy.nbytes
 
 
-def _trial(weight: Any, dy: Tensor, w: Tensor, x: Tensor, layout: Layout) -> overlap.Beside:
+def _trial(weight: Any, dy: Tensor, w: Tensor, x: Tensor, layout: Layout) -> linear_overlap.Beside:
     """The backward pass of a column layer, whose weight gradient nobody gets.
 
     Args:
@@ -262,7 +262,7 @@ def _trial(weight: Any, dy: Tensor, w: Tensor, x: Tensor, layout: Layout) -> ove
         else:
             _accumulate(main_grad, dy_TN, x_TK)
 
-    return overlap.Beside(
+    return linear_overlap.Beside(
         gather=partial(_gathered, x, layout),
         product=partial(form, _gathered(x, layout)[0]),
         run=lambda plan: _backward(dy, w, x, layout, plan, form),
@@ -341,7 +341,7 @@ def _zeros_of(weight: Tensor) -> Tensor:
 
 def _is_summed_in_pieces(weight: Any, layout: Layout) -> bool:
     """As asked for, where the gradient is formed here, now, and in fp32."""
-    asked = overlap.current()
+    asked = linear_overlap.current()
     if asked is None or not asked.sums_in_pieces or not layout.sequence_parallel:
         return False
     if (
@@ -359,7 +359,9 @@ def _row_held(weight: Any, dy: Tensor, x: Tensor, layout: Layout) -> int:
     return 2 * dy.nbytes * layout.group.size() + x.nbytes + 4 * weight.numel()
 
 
-def _row_trial(weight: Any, dy: Tensor, w: Tensor, x: Tensor, layout: Layout) -> overlap.Beside:
+def _row_trial(
+    weight: Any, dy: Tensor, w: Tensor, x: Tensor, layout: Layout
+) -> linear_overlap.Beside:
     """The backward pass of a row layer, whose weight gradient, summed in pieces by a plan, nobody gets.
 
     Args:
@@ -381,7 +383,7 @@ def _row_trial(weight: Any, dy: Tensor, w: Tensor, x: Tensor, layout: Layout) ->
             whole.matmul(w)
             form(whole)
 
-    return overlap.Beside(
+    return linear_overlap.Beside(
         gather=lambda: None, product=partial(form, gather_rows(dy, group)[0]), run=run
     )
 
@@ -424,11 +426,11 @@ def _plan(
     x: Tensor,
     w: Tensor,
     layout: Layout,
-    beside: Callable[[], overlap.Beside] | None = None,
+    beside: Callable[[], linear_overlap.Beside] | None = None,
     held: Callable[[], int] = int,
 ) -> Plan | None:
     """How the product of x `[..., K]` and w `[K, N]` overlaps with its collective, if there is one."""
-    asked = overlap.current()
+    asked = linear_overlap.current()
     allowed = layout.overlap_gather if kind == "gather" else layout.overlap_reduce
     if asked is None or not allowed or not layout.split:
         return None

@@ -3,8 +3,8 @@
 A feature that needs it lists the patches, and has `switch_on` called:
 
     LINEAR      every linear layer with a weight that is trained: Megatron's bits, and what
-                `accel.parallel.split_backward` and `accel.parallel.overlap` do for it. Without `switch_on`
-                those whose saved tensors go through hooks
+                `accel.parallel.split_backward` and `accel.parallel.linear_overlap` do for it. Without
+                `switch_on` those whose saved tensors go through hooks
     OVERLAP     those with a frozen weight, and the reduction after a row layer, while products overlap
 
 Upstream's own code runs where a call asks for more: weights that FSDP or GTP shards, autocast.
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from accel.log import log_once
 from accel.ops._saving import hooks_take_saved
-from accel.parallel import overlap
+from accel.parallel import linear_overlap as overlap
 from accel.parallel.linear import Layout, parallel_linear
 from accel.patches.cpu_offloading import OffloadedLayers
 from accel.patching import Patch

@@ -29,7 +29,8 @@ from collections.abc import Callable
 from typing import Any
 
 from accel.feature import Context, Feature, Setting
-from accel.parallel.experts import load, overlap
+from accel.parallel.experts import expert_overlap as overlap
+from accel.parallel.experts import load
 from accel.patches import _experts
 from accel.patches._settings import not_negative, one_expert_rank, whole_number
 from accel.patches.moe_overlap import served

@@ -37,7 +37,7 @@ from torch import Tensor
 from accel.feature import Context, Feature, Setting
 from accel.ops._autocast import autocasts
 from accel.ops._dispatch import log_fallback
-from accel.parallel.experts import overlap
+from accel.parallel.experts import expert_overlap as overlap
 from accel.parallel.experts.exchange import Experts, Loan, routed_experts
 from accel.parallel.experts.room import Sizes, check_room, fits
 from accel.parallel.experts.traffic import Traffic

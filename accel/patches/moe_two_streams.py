@@ -17,7 +17,7 @@ which finds it where the waits are left out, or what the allocator is told.
 from __future__ import annotations
 
 from accel.feature import Feature
-from accel.parallel.experts.overlap import take_two_streams
+from accel.parallel.experts.expert_overlap import take_two_streams
 from accel.patches._settings import one_expert_rank
 from accel.upstream import SUPPORTED_RANGE
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accel.feature import Context, Feature
-from accel.parallel import overlap
+from accel.parallel import linear_overlap as overlap
 from accel.patches import _linear, tp_overlap
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE, te_installed

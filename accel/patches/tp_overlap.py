@@ -43,7 +43,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accel.feature import Context, Feature, Setting
-from accel.parallel import overlap
+from accel.parallel import linear_overlap as overlap
 from accel.parallel.overlapped_linear import FORMS, SYMMETRIC, Form
 from accel.patches import _linear
 from accel.upstream import SUPPORTED_RANGE, te_layers_asked

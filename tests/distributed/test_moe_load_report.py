@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel.parallel.experts import overlap
+from accel.parallel.experts import expert_overlap as overlap
 from accel.parallel.experts.load import LayerLoad
 from accel.patches import moe_load_report
 from tests.tiers import cases

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from accel.parallel.experts.exchange import Loan
-from accel.parallel.experts.overlap import owners_of
+from accel.parallel.experts.expert_overlap import owners_of
 from accel.parallel.experts.plan import Copy, rank_loads
 from accel.parallel.experts.room import Sizes
 from accel.parallel.experts.traffic import Traffic

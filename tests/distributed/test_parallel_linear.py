@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from accel.parallel import linear, overlap, overlapped_linear, symmetric_memory
+from accel.parallel import linear, overlapped_linear, symmetric_memory
+from accel.parallel import linear_overlap as overlap
 from accel.parallel.collectives import gather_rows, reduce_scatter_rows
 from accel.parallel.linear import DelayedGradients, Layout, parallel_linear
-from accel.parallel.overlap import Beside, Overlap, Times
+from accel.parallel.linear_overlap import Beside, Overlap, Times
 from accel.parallel.overlapped_linear import (
     FORMS,
     SYMMETRIC,
@@ -992,7 +993,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(form: str, what: str, tmp_pa
 STOPS = """
 import datetime, os, signal, time
 import torch, torch.distributed as dist
-from accel.parallel import overlap
+from accel.parallel import linear_overlap as overlap
 from accel.parallel.linear import Layout, parallel_linear
 from accel.parallel.overlapped_linear import (
     Plan, gather_matmul, matmul_all_reduce, matmul_reduce_scatter

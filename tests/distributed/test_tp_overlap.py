@@ -55,7 +55,8 @@ FOUR: dict[str, tuple[str, str, list[str]]] = {
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Those that overlapped."""
-    from accel.parallel import linear, overlap
+    from accel.parallel import linear
+    from accel.parallel import linear_overlap as overlap
 
     found: list[str] = []
     for name in ("gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accel.feature import Context, choose, read_settings
-from accel.parallel.experts import overlap
+from accel.parallel.experts import expert_overlap as overlap
 from accel.parallel.experts.exchange import Experts
 from accel.parallel.experts.plan import Copy
 from accel.parallel.experts.streams import OneStream, TwoStreams

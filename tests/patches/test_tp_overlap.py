@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from accel.feature import Context
-from accel.parallel import overlap
-from accel.parallel.overlap import Overlap
+from accel.parallel import linear_overlap as overlap
+from accel.parallel.linear_overlap import Overlap
 from accel.parallel.overlapped_linear import Plan
 from accel.patches import _linear, tp_comm_overlap, tp_overlap
 

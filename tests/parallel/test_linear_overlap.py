@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel.parallel.overlap import Overlap, Times, _in_order, current, predict, switch_on
+from accel.parallel.linear_overlap import Overlap, Times, _in_order, current, predict, switch_on
 from accel.parallel.overlapped_linear import FORMS, Form, Kind, Plan, pieces_of
 
 KINDS: tuple[Kind, ...] = ("gather", "reduce_scatter", "all_reduce")
