@@ -1,4 +1,4 @@
-"""A place for at most one value, for what a module has while a feature is on.
+"""A place for what a module has while a feature is on.
 
 Standard library only; knows neither torch nor Megatron.
 """
@@ -11,7 +11,7 @@ __all__ = ["Slot"]
 
 
 class Slot[T]:
-    """Empty at first, and false while it is."""
+    """A place for at most one value: empty at first, and false while it is."""
 
     def __init__(self) -> None:
         self._value: T | None = None
@@ -20,7 +20,7 @@ class Slot[T]:
         return self._value is not None
 
     def set(self, value: T) -> Callable[[], None]:
-        """In place of what was there; returns what empties the slot."""
+        """Replace the value; returns what empties the slot."""
         self._value = value
         return self.clear
 
@@ -34,5 +34,5 @@ class Slot[T]:
     def value(self) -> T:
         """Raises LookupError where the slot is empty."""
         if self._value is None:
-            raise LookupError("the slot is empty: what fills it is not on")
+            raise LookupError("no active feature fills this slot")
         return self._value

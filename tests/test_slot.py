@@ -14,7 +14,7 @@ def test_it_is_false_while_it_is_empty_whatever_it_holds() -> None:
     assert slot.get() is slot.value
     off()
     assert not slot
-    with pytest.raises(LookupError, match="what fills it is not on"):
+    with pytest.raises(LookupError, match="no active feature fills this slot"):
         assert slot.value
 
 

@@ -265,7 +265,7 @@ class ParallelLayer(ExtraState):
         return self.delayed is not None
 
     def backward_dw(self) -> None:
-        """The weight gradient of the oldest backward that has none yet; then whoever waits for it.
+        """Compute the weight gradient of the oldest backward that has none yet; then call the hooks.
 
         Raises:
             RuntimeError: no backward has left one.
@@ -287,5 +287,5 @@ class ParallelLayer(ExtraState):
 
 
 def draw_normal(weight: Tensor) -> Tensor:
-    """Transformer Engine's own choice."""
+    """Draw the values of a weight from the normal distribution that is Transformer Engine's default."""
     return torch.nn.init.normal_(weight, mean=0.0, std=0.023)

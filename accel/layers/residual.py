@@ -38,7 +38,7 @@ _NOTE = "accel_residual_sum"
 
 
 class Norm(NamedTuple):
-    """Of RMSNorm: what tells one from another."""
+    """What tells one RMSNorm from another."""
 
     weight: Tensor
     eps: float

@@ -19,7 +19,7 @@ _optimizers: weakref.WeakSet[ClipsInStep] = weakref.WeakSet()
 
 
 class ClipsInStep:
-    """Of an optimizer with `param_groups` whose step can scale its gradients."""
+    """An optimizer with `param_groups` whose step can scale its gradients: a mixin."""
 
     param_groups: list[dict[str, Any]]
     use_decoupled_grad = False

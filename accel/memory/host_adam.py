@@ -63,7 +63,7 @@ class Budget:
     left: int
 
     def take(self, num_bytes: int) -> bool:
-        """Whether there was as much."""
+        """Take `num_bytes` if as many are left; returns whether they were."""
         fits = num_bytes <= self.left
         self.left -= num_bytes * fits
         return fits

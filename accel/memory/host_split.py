@@ -64,7 +64,7 @@ class Element:
 
 
 def seconds(ratio: float, rates: Rates, element: Element) -> float:
-    """Of one element's step, when the host does `ratio` of all."""
+    """Seconds of one element's step, when the host does `ratio` of all."""
     there, here = 1 - ratio, ratio
     device, host = there / rates.device_step, here / rates.host_step
     down, up = there * element.states, there * element.states

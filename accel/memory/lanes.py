@@ -174,7 +174,7 @@ class StreamHome:
 
 
 def home_of(tensors: Iterable[Tensor]) -> Home:
-    """Of what is computed from these now."""
+    """The home of what is computed from these tensors now."""
     for tensor in tensors:
         if tensor.device.type not in ("cpu", "meta"):
             return StreamHome(tensor.device)

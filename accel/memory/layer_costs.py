@@ -61,7 +61,7 @@ class Movable:
 
 @dataclass
 class Costs:
-    """Of one layer and one micro-batch."""
+    """What one layer costs, for one micro-batch."""
 
     num_bytes: int = 0
     """Of everything that is held between forward and backward, but for input and output."""
@@ -191,7 +191,7 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:
-    """Of their storages."""
+    """Bytes of the tensors' storages."""
     return sum(t.untyped_storage().nbytes() for t in tensors)
 
 

@@ -337,7 +337,7 @@ def _nothing_to_unpack(saved: Any) -> Tensor:
 
 
 def default_generators(args: tuple[Any, ...]) -> Callable[[], Restorer]:
-    """Those of the host and of the devices of `args`."""
+    """A function that captures the random state of the host and of the devices of `args`."""
     devices = {a.device for a in args if isinstance(a, Tensor)} - {torch.device("cpu")}
 
     def read() -> tuple[Tensor, dict[torch.device, Tensor]]:

@@ -51,7 +51,7 @@ ALL = ("auto", "cuda", "triton")
 
 
 class Choice(NamedTuple):
-    """For all ops, and for some of them another."""
+    """The back end that is asked for: one for every op, and others for some of them."""
 
     every: str
     by_op: dict[str, str]

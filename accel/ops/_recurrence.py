@@ -25,7 +25,7 @@ _NOTHING_LEFT = -1e4
 
 
 class Decays(NamedTuple):
-    """Of one chunk of Q tokens, in the dtype of the logarithms; `...` are a batch and its heads."""
+    """The decays within one chunk of Q tokens, in the dtype of the logarithms; `...` are batch and heads."""
 
     between: Tensor
     """exp(s[i] - s[j]) for j <= i of one segment, else 0. [..., Q, Q]"""

@@ -373,7 +373,7 @@ def rope(
 
 
 def tables_of(x: Tensor, freqs: Tensor, layout: Layout) -> Tables:
-    """Those that all layers share, for x `[S, B, ...]` that is not packed.
+    """The tables of `freqs`, which all layers share, for x `[S, B, ...]` that is not packed.
 
     Raises:
         ValueError: freqs that do not fit x.

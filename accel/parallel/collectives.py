@@ -112,7 +112,7 @@ class Messages:
 
 
 def post_together(messages: Sequence[Messages]) -> None:
-    """A device takes them as one kernel, which begins when all that they send is there."""
+    """Post messages at once: as one kernel of a device, which begins when all that they send is there."""
     # Receives first: gloo tells the sender that it may begin, which would else wait behind what leaves,
     # so that of two ranks that exchange the later one's values would come after its own have left.
     ops = [op for m in messages for op in m._receives]
@@ -157,7 +157,7 @@ class Outbox:
         return messages
 
     def post(self) -> None:
-        """Right before what is to hide them."""
+        """Send the messages that wait; to be called right before the work that is to hide them."""
         waiting, self._waiting = self._waiting, []
         post_together(waiting)
 

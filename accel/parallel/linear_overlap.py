@@ -105,7 +105,7 @@ class Overlap:
         beside: Callable[[], Beside] | None = None,
         held: Callable[[], int] = int,
     ) -> Plan | None:
-        """Of `kind`'s product of x and w (`overlapped_linear`); None: it does not overlap.
+        """The plan of `kind`'s product of x and w (`overlapped_linear`); None: it does not overlap.
 
         All ranks of the group ask alike: it may measure, for which each needs the others.
 
@@ -433,5 +433,5 @@ def switch_on(overlap: Overlap) -> Callable[[], None]:
 
 
 def current() -> Overlap | None:
-    """Whom a linear layer asks; None: nothing overlaps."""
+    """What linear layers ask for plans; None: nothing overlaps."""
     return _CURRENT.get()

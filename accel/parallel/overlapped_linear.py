@@ -87,7 +87,7 @@ class Plan:
 
 
 def pieces_of(rows: int, kind: Kind, plan: Plan, *, even: bool = False) -> list[slice]:
-    """Of so many rows, none of them empty.
+    """Cut so many rows into the pieces of a plan, none of them empty.
 
     Of a gather the last is half as large as the one before it, and that as those before; of a ring that
     reduces the first ones are, the other way around. Else, where they are to be even, and where there are

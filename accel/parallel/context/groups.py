@@ -26,7 +26,7 @@ class ContextGroups:
     def of(
         group: dist.ProcessGroup | Sequence[dist.ProcessGroup], comm_type: str
     ) -> ContextGroups | None:
-        """Of Transformer Engine's arguments; None if there is but one rank.
+        """The groups that Transformer Engine's arguments ask for; None if there is but one rank.
 
         Args:
             group: of all ranks; for `a2a+p2p` the group that exchanges heads, of neighbours, and the one

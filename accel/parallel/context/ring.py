@@ -79,7 +79,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class RingSettings:
-    """Of all layers."""
+    """How the blocks of all layers travel."""
 
     window: int = 1
     keep: Kept = "none"
@@ -97,7 +97,7 @@ RING = Slot[RingSettings]()
 
 
 def ring_settings() -> RingSettings:
-    """What holds for its layers."""
+    """The settings of this process: those that were asked for, or the defaults."""
     return RING.get() or RingSettings()
 
 

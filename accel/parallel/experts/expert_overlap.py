@@ -50,7 +50,7 @@ _LEAST = 0.1
 
 
 class Cost(NamedTuple):
-    """In seconds, forward and backward."""
+    """What a copy and a row cost, in seconds, forward and backward."""
 
     copy: float
     """Of an expert."""
@@ -67,7 +67,7 @@ class Ahead:
         self._seen = 0
 
     def note(self, counts: Sequence[Sequence[int]]) -> None:
-        """Of one micro-batch, on all ranks alike."""
+        """Take in the counts of one micro-batch, on all ranks alike."""
         before: Sequence[list[float] | None] = self.average or [None] * len(counts)
         self.average = [moving_average(old, new) for old, new in zip(before, counts, strict=True)]
         self._seen += 1
@@ -97,7 +97,7 @@ class HotExperts:
         self.costs: dict[tuple[object, ...], Cost] = {}
 
     def lend(self, ahead: Ahead, group: dist.ProcessGroup, experts: Experts) -> Loan | None:
-        """Before a layer's tokens are routed: the copies that are planned for it set out.
+        """Send the copies that are planned for a layer; to be called before its tokens are routed.
 
         All ranks of the group ask alike.
         """
@@ -163,12 +163,12 @@ def owners_of(counts: Sequence[Sequence[float]]) -> list[int]:
 
 
 def matrix_bytes(experts: Experts) -> int:
-    """Of one expert."""
+    """Bytes of the matrices of one expert."""
     return sum(weights[0].nbytes for weights in experts.weights)
 
 
 def gradient_bytes(experts: Experts) -> int:
-    """Of one expert, in the dtype in which its owner adds them."""
+    """Bytes of the gradients of one expert, in the dtype in which its owner adds them."""
     return sum(_gradient(weights[0], experts).nbytes for weights in experts.weights)
 
 
@@ -180,7 +180,7 @@ def _gradient(weight: Any, experts: Experts) -> Tensor:
 
 @torch.no_grad()
 def measured_cost(group: dist.ProcessGroup, experts: Experts) -> Cost:
-    """On the slowest rank; all ranks of the group together.
+    """Measure what a copy and a row cost on the slowest rank; all ranks of the group together.
 
     A row's is what more rows take longer, as a few take what their launch and the reading of the matrices do.
     """
@@ -222,7 +222,11 @@ def _seconds(call: Callable[[], object], like: Tensor, group: dist.ProcessGroup)
 
 
 class Overlap:
-    """Args: `slices`, of a rank's experts."""
+    """How the MoE layers of this process send their rows.
+
+    Args:
+        slices: of a rank's experts.
+    """
 
     def __init__(self, slices: int = 5) -> None:
         self.slices = slices
@@ -266,14 +270,14 @@ _CURRENT = Slot[Overlap]()
 
 
 def switch_on(slices: int) -> Callable[[], None]:
-    """Returns what ends that."""
+    """Send rows in so many slices of a rank's experts; returns what ends that."""
     return _CURRENT.set(Overlap(slices))
 
 
 def copy_hot_experts(
     most: int, price: float | None, every: int | None = None
 ) -> Callable[[], None]:
-    """Once it is switched on; returns what ends that.
+    """Copy hot experts where overlap is switched on; returns what ends that.
 
     Raises:
         LookupError: it is not.
@@ -284,7 +288,7 @@ def copy_hot_experts(
 
 
 def take_two_streams() -> Callable[[], None]:
-    """Once it is switched on, on devices that have streams; returns what ends that.
+    """Take two streams of devices that have them, where overlap is switched on; returns what ends that.
 
     Raises:
         LookupError: it is not.
@@ -295,5 +299,5 @@ def take_two_streams() -> Callable[[], None]:
 
 
 def current() -> Overlap:
-    """Raises LookupError where nothing was switched on."""
+    """What was switched on; raises LookupError where nothing was."""
     return _CURRENT.value

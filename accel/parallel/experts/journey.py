@@ -34,8 +34,8 @@ def asks_ahead(device: torch.device) -> bool:
 
 
 class Journey:
-    """Of the rows of one rank and of those that come to it; the rows set out at once, but from an outbox that
-    posts together each slice as the one before it is given.
+    """The journey of one rank's rows, and of those that come to it. The rows set out at once, but from an
+    outbox that posts together each slice as the one before it is given.
 
     Args:
         rows: `[P, H]`, contiguous; this rank's.
@@ -103,7 +103,7 @@ class Journey:
         return self._scalars
 
     def send_home(self, index: int, results: Tensor) -> None:
-        """`results`: a row for each of the piece, contiguous."""
+        """Send home the results of a piece, contiguous, a row for each of its rows."""
         sends = [(results[rows], source) for rows, source in self.traffic.arriving[index]]
         self._post(sends, [] if self._asked else self._leaving(self.home, index))
         for here, own in self.traffic.staying[index]:
@@ -132,7 +132,7 @@ class Journey:
         return put
 
     def wait(self) -> None:
-        """Until all is home, and nothing that was given here is read any more."""
+        """Wait until all is home, and nothing that was given here is read any more."""
         for messages in self._messages:
             messages.wait_received()
             messages.wait_sent()

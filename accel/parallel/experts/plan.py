@@ -46,7 +46,7 @@ _Lent = tuple[int, int, int]
 
 
 class Copy(NamedTuple):
-    """Of an expert, on a rank that does not own it."""
+    """A copy of an expert, on a rank that does not own it."""
 
     expert: int
     rank: int

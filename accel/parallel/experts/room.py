@@ -19,7 +19,7 @@ __all__ = ["Sizes", "check_room", "fits", "what_bounds"]
 
 
 class Sizes(NamedTuple):
-    """In bytes; the same on all ranks."""
+    """The bytes that rows and copies take, the same on all ranks."""
 
     own: int
     """Of each row of a rank's own tokens."""

@@ -48,7 +48,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class Found:
-    """Of a pipeline."""
+    """What was measured of a pipeline."""
 
     times: Times
     num_bytes: tuple[tuple[float, ...], ...]

@@ -55,7 +55,7 @@ NAMED = {
 def named(
     name: str, p: int, v: int, m: int, group_size: int | None = None, extra_warmup: int = 0
 ) -> Schedule:
-    """Of computation only, but for one in a file, which may have its transfers.
+    """The schedule of that name: computation only, but for one in a file, which may have its transfers.
 
     Args:
         name: one of `NAMED`, `INTERLEAVED`, or a file.

@@ -56,7 +56,7 @@ class Stages(Protocol):
         ...
 
     def backward_weight(self, action: Action) -> None:
-        """What `BACKWARD_INPUT` left of this micro-batch and chunk."""
+        """Compute what `BACKWARD_INPUT` left of this micro-batch and chunk."""
         ...
 
     def sent(self, made: Tensor) -> None:
