@@ -22,12 +22,15 @@ def patches() -> tuple[Patch, ...]:
     marks = {f"torch.cuda.{mark}": "silent" for mark in _MARKS}
     sensors = {f"torch.cuda:{name}": "unmeasured" for name in _SENSORS}
     profiler = {"torch.cuda.nvtx:range": "nvtx_range", "torch.cuda:cudart": "cudart"}
+    emit_nvtx = "torch.autograd.profiler:emit_nvtx"
+    emitted = {f"{emit_nvtx}.__enter__": "itself", f"{emit_nvtx}.__exit__": "silent"}
     return (
         *table(_HERE, marks, "Marks are for CUDA's profiler."),
         *table(
             _HERE, {"torch.cuda:check_error": "silent"}, "CUDA's profiler has nothing to report."
         ),
         *table(_HERE, profiler, "CUDA's profiler is not there.", how="replace"),
+        *table(_HERE, emitted, "Torch without CUDA refuses to mark what runs for its profiler."),
         *table(_HERE, sensors, "NVML reads GPUs alone."),
     )
 

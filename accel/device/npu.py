@@ -10,7 +10,8 @@ further than its start (torch-npu 2.11 to 2.14, by their sources):
 * ``tensor.type()`` is ``torch.npu.FloatTensor``, which Megatron's optimizers compare with CUDA's names;
 * capability and architecture are None, and compared with numbers;
 * the backend is called ``hccl``, and ``--exit-signal-handler`` knows ``nccl``;
-* NVTX marks, CUDA's profiler, sensors and ``device_memory_used`` are still CUDA's, which fail.
+* NVTX marks, CUDA's profiler, sensors and ``device_memory_used`` are still CUDA's, which fail;
+* a group's time-out is set for NCCL and gloo alone.
 
 Not run on hardware yet.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,6 +81,9 @@ def patches() -> tuple[Patch, ...]:
             _HERE, {f"{_C10D}:all_reduce": "all_reduce"}, "HCCL reduces no fp64 before Atlas A5."
         ),
         *table(_HERE, {f"{_C10D}:get_backend": "get_backend"}, "Megatron knows HCCL as nccl."),
+        *table(
+            _HERE, {f"{_C10D}:_set_pg_timeout": "set_pg_timeout"}, "torch's knows NCCL and gloo."
+        ),
         *absent.patches(),
     )
 
@@ -151,6 +156,22 @@ def get_backend(original: Callable[..., str]) -> Callable[..., str]:
         return "nccl" if found == "hccl" and addressed() else found
 
     return backend_as_cudas
+
+
+def set_pg_timeout(original: Callable[..., None]) -> Callable[..., None]:
+    """``--distributed-timeout-seconds-after-init``."""
+
+    @functools.wraps(original)
+    def set_timeout(timeout: timedelta, group: Any = None) -> None:
+        group = dist.group.WORLD if group is None else group
+        devices = getattr(group, "_device_types", ())  # none where this rank is not in it
+        if all(device.type != "npu" for device in devices):
+            original(timeout, group)
+            return
+        for device in devices:
+            group._get_backend(device)._set_default_timeout(timeout)
+
+    return set_timeout
 
 
 def all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -547,10 +548,10 @@ def _link(
     here, as all make the groups of all pipelines."""
     if group in _SECOND:
         return GroupLink(group, _SECOND[group], shape, dtype, device, sized=sized)
-    if device.type != "cpu" and group.bound_device_id is not None and group.size() > 2:
+    if group.size() > 2 and (why := _one_queue_for_all(group, device)):
         raise ValueError(
-            "init_process_group was given a device_id: then NCCL has one queue for all neighbours, in which "
-            "accel's schedules would wait for ever; leave it out"
+            f"{why} has one queue for all neighbours, in which accel's schedules would wait for ever; "
+            "leave it out"
         )
     known = dist.distributed_c10d._world.pg_map
     for gone in [each for each in _SECOND if each not in known]:
@@ -566,6 +567,15 @@ def _link(
     link = GroupLink(group, _SECOND[group], shape, dtype, device, sized=sized)
     link.connect()
     return link
+
+
+def _one_queue_for_all(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """What makes the messages of a rank to all others leave one after the other."""
+    if device.type == "cuda" and group.bound_device_id is not None:
+        return "init_process_group was given a device_id: then NCCL"
+    if device.type == "npu" and os.environ.get("P2P_HCCL_BUFFSIZE") == "0":
+        return "P2P_HCCL_BUFFSIZE=0 is set: then HCCL"
+    return None
 
 
 def _timeout() -> timedelta | None:

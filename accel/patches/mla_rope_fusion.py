@@ -1,4 +1,4 @@
-"""``--apply-rope-fusion`` of multi-latent attention on a CPU, where upstream launches a Triton kernel.
+"""``--apply-rope-fusion`` of multi-latent attention without a GPU, where upstream launches a Triton kernel.
 
 From the command line ``rope_fusion`` turns the flag off there, and the same rotation runs unfused, by accel's
 kernel. A program that builds Megatron's configuration itself reaches the two functions below: the rotation
@@ -114,7 +114,7 @@ FEATURE = Feature(
     preset="off",
     numerics="tolerance",
     megatron=SUPPORTED_RANGE,
-    devices=("cpu",),
+    devices=("cpu", "npu"),
     patches=(
         Patch(
             target=f"{_MODULE}:fused_apply_mla_rope_for_q",

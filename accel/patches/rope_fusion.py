@@ -5,8 +5,8 @@ and refuses to be built without them. Here they are Megatron's own unfused funct
 are those of ``--no-rope-fusion``; the feature ``fused_rope`` replaces what both lead to by a kernel.
 
 Three layouts do without the flag, and say so: interleaved pairs, which Megatron allows with it from
-Transformer Engine 2.3 on; YaRN, whose factor Megatron leaves out with it where sequences are packed; and on
-the CPU multi-latent attention, whose fused kernels are Triton's. Without the flag they come to the same
+Transformer Engine 2.3 on; YaRN, whose factor Megatron leaves out with it where sequences are packed; and but
+for GPUs multi-latent attention, whose fused kernels are Triton's. Without the flag they come to the same
 functions. A configuration of YaRN's that asks for the fusion without a command line has its packs rotated
 without it, factor included.
 """
@@ -94,7 +94,9 @@ def without_the_flag(context: Context) -> list[str]:
         return []
     if getattr(args, "multi_latent_attention", False):
         why = (
-            "for multi-latent attention its kernels are Triton's" if context.device == "cpu" else ""
+            ""
+            if context.device == "cuda"
+            else "for multi-latent attention its kernels are Triton's"
         )
     elif getattr(args, "rotary_interleaved", False):
         why = "Megatron wants Transformer Engine 2.3 for interleaved pairs"

@@ -11,6 +11,7 @@ import os
 import re
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def train(flags: list[str]) -> str:
     if "megatron.training" in sys.modules:  # the first run imports it behind accel, as users do
         read_docstrings_once()
     printed = io.StringIO()
-    argv, sys.argv = sys.argv, [str(SCRIPT), *_model(flags), *flags]
+    argv, sys.argv = sys.argv, [str(SCRIPT), *model(flags), *flags]
     try:
         with contextlib.redirect_stdout(printed):
             runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -147,10 +148,10 @@ def _alone(flags: list[str]) -> str:
     """The script on one rank, in a process of its own."""
     from accel.testing.distributed import launch
 
-    return launch(1, [str(SCRIPT), *_model(flags), *flags])
+    return launch(1, [str(SCRIPT), *model(flags), *flags])
 
 
-def _model(flags: list[str]) -> list[str]:
+def model(flags: Sequence[str]) -> list[str]:
     """Megatron takes no groups of queries beside multi-latent attention."""
     latent = "--multi-latent-attention" in flags
     return [word for word in MODEL if not (latent and word == "--group-query-attention")]

@@ -11,9 +11,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ import torch.distributed as dist
 
 from accel.device import npu
 from accel.testing.distributed import under_torchrun
-from tests.distributed.training import MODEL, SCRIPT, losses
+from tests.distributed.training import MLA, SCRIPT, losses, model
 from tests.npu.schemas import WHEEL
 from tests.versions import ROOT, installed
 
@@ -45,7 +47,7 @@ def train(
     path = [str(ROOT / "tests" / "npu" / "stand_in"), str(ROOT)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "ACCEL_DEVICE": device}
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, "-W", "ignore", *launch, str(program), *MODEL, *flags]
+    command = [sys.executable, "-W", "ignore", *launch, str(program), *model(flags), *flags]
     return subprocess.run(
         command,
         env={**env, "OMP_NUM_THREADS": "1"},
@@ -79,6 +81,26 @@ def test_what_torch_npu_knows_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     assert compiled(print) == "compiled"
 
 
+def test_a_time_out_is_set_on_what_serves_the_group() -> None:
+    found: list[timedelta] = []
+
+    def set_by_torch(timeout: timedelta, group: object) -> None:
+        assert group is on_gpus
+
+    class Backend:
+        _set_default_timeout = staticmethod(found.append)
+
+    def group(device: str) -> Any:
+        types = [SimpleNamespace(type=device)]
+        return SimpleNamespace(_device_types=types, _get_backend=lambda device: Backend)
+
+    on_gpus, minute = group("cuda"), timedelta(minutes=1)
+    npu.set_pg_timeout(set_by_torch)(minute, on_gpus)
+    assert found == []
+    npu.set_pg_timeout(set_by_torch)(minute, group("npu"))
+    assert found == [minute]
+
+
 @pytest.mark.parametrize(
     ("op", "value"), [("SUM", 6.0), ("AVG", 3.0), ("PRODUCT", 8.0), ("MIN", 2.0), ("MAX", 4.0)]
 )
@@ -103,6 +125,12 @@ EXPERTS = (
 )
 
 
+FSDP2 = (
+    *("--use-torch-fsdp2", "--ckpt-format", "torch_dist", "--no-gradient-accumulation-fusion"),
+    "--untie-embeddings-and-output-weights",
+)
+
+
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
@@ -110,6 +138,8 @@ EXPERTS = (
         pytest.param(1, ("--fp16", "--initial-loss-scale", "64", "--train-iters", "3"), id="fp16"),
         pytest.param(2, ("--tensor-model-parallel-size", "2", *BF16), id="tp2"),
         pytest.param(2, (*EXPERTS, *BF16), id="experts"),
+        pytest.param(1, (*MLA, *BF16), id="mla"),
+        pytest.param(2, (*FSDP2, *BF16), id="fsdp2"),
     ],
 )
 def test_megatron_trains_as_on_the_host(ranks: int, flags: tuple[str, ...], tmp_path: Path) -> None:
@@ -131,6 +161,7 @@ def test_megatron_trains_as_on_the_host(ranks: int, flags: tuple[str, ...], tmp_
         ("all_reduce", BF16, "Unsupported data type torch.float64"),
         ("Tensor.type", (*BF16, "--accel-preset", "off"), "Wrapped parameters must be one of"),
         ("get_backend", (*BF16, "--exit-signal-handler"), "RuntimeError"),
+        ("emit_nvtx.__enter__", (*BF16, *PROFILED), "__enter__: are you sure"),
         ("get_device_capability", (*BF16, *EXPERTS[:3]), "'NoneType' object is not subscriptable"),
         (
             "get_device_properties",

@@ -82,6 +82,10 @@ def test_a_history_of_a_cpus_memory_is_not_recorded_and_a_line_says_so() -> None
     assert not asked.args.record_memory_history
     assert "--record-memory-history: PyTorch keeps no history" in line
     assert without_history(asked) == []
+    on_npu = context("npu", record_memory_history=True)
+    (line,) = without_history(on_npu)
+    assert not on_npu.args.record_memory_history
+    assert "torch.npu.memory._record_memory_history is Ascend's, no snapshot is written" in line
     on_cuda = context("cuda", record_memory_history=True)
     assert without_history(on_cuda) == []
     assert on_cuda.args.record_memory_history
@@ -124,6 +128,8 @@ def test_what_asks_for_nothing_of_te_is_left_alone() -> None:
         ("cuda", {"position_embedding_type": "yarn"}, False),
         ("cuda", {"position_embedding_type": "rope"}, True),
         ("cpu", {"multi_latent_attention": True}, False),
+        ("npu", {"multi_latent_attention": True}, False),
+        ("npu", {}, True),
         ("cuda", {"multi_latent_attention": True}, True),
     ],
 )

@@ -210,12 +210,6 @@ def _compilation() -> _Rows:
         "torch.compile knows torch's functions by identity, and forgets them at init_process_group."
     )
     yield table(module, {"torch._dynamo.trace_rules:load_object": "traced"}, why)
-    marks = {"__enter__": "itself", "__exit__": "silent"}
-    emitted = {
-        f"torch.autograd.profiler:emit_nvtx.{name}": adapter for name, adapter in marks.items()
-    }
-    why = "Torch without CUDA refuses to mark what runs for its profiler."
-    yield table(absent.__name__, emitted, why)
 
 
 def _collectives() -> _Rows:

@@ -96,7 +96,10 @@ def hccl(original: Callable[..., str]) -> Callable[..., str]:
 
     @functools.wraps(original)
     def get_backend(group: Any = None) -> str:
-        asks = str(sys._getframe(1).f_globals.get("__name__"))
+        frame = sys._getframe(1)
+        while frame.f_back and frame.f_globals.get("__name__") == "accel.device.npu":
+            frame = frame.f_back
+        asks = str(frame.f_globals.get("__name__"))
         found = original(group)
         return "hccl" if found == "gloo" and not asks.startswith("accel.device.cpu") else found
 
@@ -128,13 +131,26 @@ def new_hccl_group(original: Callable[..., Any]) -> Callable[..., Any]:
 @answer("torch.cuda:power_draw")
 @answer("torch.cuda:clock_rate")
 @answer("torch.cuda:device_memory_used")
+@answer("torch.autograd.profiler:emit_nvtx.__enter__")
 def not_served(original: Callable[..., Any]) -> Callable[..., NoReturn]:
-    """Not in `torch_npu.npu.__all__`, which is all that the redirect copies."""
+    """Not in `torch_npu.npu.__all__`, which is all that the redirect copies; a CPU build of torch refuses."""
 
     def fails(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(f"{original.__name__}: are you sure you have a CUDA build?")
 
     return fails
+
+
+class HcclOptions:
+    """torch_npu/csrc/distributed/Init.cpp: made without arguments, then written to."""
+
+    is_high_priority_stream = False
+
+
+@answer("torch.distributed.distributed_c10d:ProcessGroupNCCL")
+def hccl_group(original: type) -> type:
+    """The redirect puts HCCL's in NCCL's place."""
+    return type("ProcessGroupHCCL", (), {"Options": HcclOptions})
 
 
 cpu.install(AUDIENCE)
