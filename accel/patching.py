@@ -24,10 +24,10 @@ import inspect
 import sys
 import textwrap
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ExtensionFileLoader
-from typing import Any, Literal, NamedTuple
+from typing import Any, Concatenate, Literal, NamedTuple
 
 __all__ = [
     "AUDIENCE",
@@ -37,11 +37,13 @@ __all__ = [
     "PatchError",
     "aliases",
     "apply",
+    "around",
     "plan",
     "replaced_by",
     "resolve",
     "source_hash",
     "table",
+    "written_in",
 ]
 
 AUDIENCE = ("megatron", "__main__", "__mp_main__")
@@ -80,7 +82,7 @@ class Patch:
     ``provide``: the target is a name that a guarded import of upstream left unbound, or None."""
     expects: tuple[str, ...] | None = None
     """Parameter names of the upstream callable that the replacement was written against; ``None`` for
-    what is no function."""
+    what is no function, and where an :class:`around` names them."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Upstream version -> :func:`source_hash` of the body that was read before it was replaced. A
     wrap depends on the signature alone; a replacement also on the body whose work it takes over,
@@ -91,9 +93,49 @@ class Patch:
     """The target may be missing in some supported versions (the feature's reason says which)."""
 
     @property
+    def contract(self) -> tuple[str, ...] | None:
+        """The names that upstream's parameters must have: ``expects``, or those that the replacement, an
+        :class:`around`, names itself; ``None``: they are not checked."""
+        if self.expects is not None or self.how != "wrap":
+            return self.expects
+        adapter = _replacement(self)
+        return adapter.expects if isinstance(adapter, around) else None
+
+    @property
     def takes_over(self) -> bool:
         """Whether it does the work of upstream's body, so that another's in its place would be lost."""
         return self.how == "replace" or bool(self.sources)
+
+
+class around[**P, R]:
+    """Decorator that makes the replacement of a ``wrap`` of ``adapter(original, *args, **kwargs)``, which is
+    called in the original's place with the original before its arguments.
+
+    The original is given by position; the name of its parameter must be none of upstream's.
+    """
+
+    def __init__(self, adapter: Callable[Concatenate[Callable[..., Any], P], R]) -> None:
+        functools.update_wrapper(self, adapter)
+        self.adapter = adapter
+
+    def __call__(self, original: Callable[..., Any]) -> Callable[P, R]:
+        adapter = self.adapter
+
+        @functools.wraps(original)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return adapter(original, *args, **kwargs)
+
+        vars(call)["accel_adapter"] = adapter
+        return call
+
+    @property
+    def expects(self) -> tuple[str, ...] | None:
+        """The adapter's parameter names after the original; ``None`` if it takes ``*args`` or
+        ``**kwargs``."""
+        _, *own = inspect.signature(self.adapter).parameters.values()
+        if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own):
+            return None
+        return tuple(p.name for p in own)
 
 
 @dataclass(frozen=True)
@@ -220,16 +262,23 @@ def replaced_by(path: str) -> str | None:
     known = {"accel", "torch", "transformer_engine", "apex", *sys.stdlib_module_names}
     found = _function(resolve(path)[2])
     while found is not None:
-        module = getattr(found, "__globals__", {}).get("__name__") or getattr(
-            found, "__module__", None
-        )
+        module = written_in(found)
         package = (module or home).partition(".")[0]
         if package == home:
             return None
         if package not in known:
-            return str(module)
+            return module
         found = getattr(found, "__wrapped__", None)
     return None
+
+
+def written_in(function: Any) -> str | None:
+    """The module that a function was written in, which ``functools.wraps`` cannot hide: of a wrapper by
+    :class:`around` that of its adapter. ``None`` for what has none."""
+    module = getattr(function, "__globals__", {}).get("__name__")
+    if module == __name__ and (adapter := getattr(function, "accel_adapter", None)):
+        module = inspect.unwrap(adapter).__globals__["__name__"]
+    return module or getattr(function, "__module__", None)
 
 
 def source_hash(raw: Any) -> str:
@@ -367,8 +416,9 @@ def _plan_provided(group: list[Patch], problems: list[str]) -> Change | None:
 
 
 def _contract_problems(patch: Patch, raw: Any) -> Iterable[str]:
-    if patch.expects is not None and (found := parameters(raw)) != patch.expects:
-        yield f"upstream takes {found}, {patch.replacement} expects {patch.expects}"
+    contract = patch.contract
+    if contract is not None and (found := parameters(raw)) != contract:
+        yield f"upstream takes {found}, {patch.replacement} expects {contract}"
     if patch.sources and (found_hash := source_hash(raw)) not in patch.sources.values():
         yield (
             f"upstream's body (hash {found_hash}) is none of those that {patch.replacement} was "

@@ -12,7 +12,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from accel.patches import FEATURES, command_line
-from accel.patching import Patch
+from accel.patching import Patch, around, resolve
 from accel.upstream import SUPPORTED_MEGATRON
 from tests.versions import output_with
 
@@ -43,6 +43,9 @@ for patch in everything:
         provided = patch.how == "provide"
         owner, name, before = (None,) * 3 if provided else patching.resolve(patch.target)
         row["place"] = f"{id(owner)}.{name}" if owner else patch.target
+        adapter = patching.resolve(patch.replacement)[2]
+        if isinstance(adapter, patching.around):
+            row["twice"] = patching.parameters(adapter)[0] in patching.parameters(before)
         row["others"] = patching.replaced_by(patch.target) if patch.takes_over else None
         with patching.apply([patch], scope=("megatron",)) as applied:
             row["bindings"] = len(applied.bindings)
@@ -96,6 +99,9 @@ def test_patch_fits_rebinds_everything_and_is_undone(patch: Patch, version: str)
     assert row["bindings"] >= 1
     assert row["stale"] == []
     assert row["restored"]
+    assert not row.get("twice"), (
+        "the adapter's name of the original is one that upstream's callers pass"
+    )
     assert row.get("others") is None, "upstream's own would be taken for somebody else's patch"
     if patch.sources:
         assert row["hash"] == patch.sources[version]
@@ -146,9 +152,15 @@ def test_aliases_lead_to_our_flags_and_hide_nothing_of_megatron() -> None:
 
 def test_every_patch_has_its_adapter_with_upstreams_parameters() -> None:
     """Adapters that replace a body take exactly upstream's parameters, never ``*args``."""
-    from accel.patching import resolve
-
     for patch in PATCHES:
         if patch.how == "replace" and patch.expects:
             adapter = resolve(patch.replacement)[2]
             assert tuple(inspect.signature(adapter).parameters) == patch.expects, patch.replacement
+
+
+def test_an_adapter_around_names_upstreams_parameters_once() -> None:
+    """`expects` is for those that differ."""
+    for patch in PATCHES:
+        adapter = resolve(patch.replacement)[2]
+        if isinstance(adapter, around) and patch.expects is not None:
+            assert patch.expects != adapter.expects, patch.replacement

@@ -4,9 +4,10 @@ done."""
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -47,6 +48,13 @@ def upstream() -> Iterator[types.SimpleNamespace]:
         "def new_deep(self): return 'new deep'\n"
         "def provided(): return 'provided'\n"
         "TRUE = True\n"
+        "from accel.patching import around\n"
+        "@around\n"
+        "def loudly(original, x): return ('loudly', original(x))\n"
+        "@around\n"
+        "def passing(original, *args, **kwargs): return ('passing', original(*args, **kwargs))\n"
+        "@around\n"
+        "def named(original, self): return (self.__class__.__name__, original(self))\n"
     )
     modules = {}
     for name, text in (("victim", source), ("victim.copy", ""), ("ours", ours)):
@@ -120,6 +128,61 @@ def test_replacement_goes_below_wraps_which_nest_in_order(upstream: types.Simple
     wraps = [patch("f", "loud", how="wrap"), patch("f", "louder", how="wrap")]
     with applied(*wraps, patch("f", "new_f")):
         assert upstream.victim.f(1) == ("louder", ("loud", ("new", 1)))
+
+
+def test_around_calls_the_adapter_with_the_original_first(
+    upstream: types.SimpleNamespace,
+) -> None:
+    before = upstream.victim.f, upstream.victim.C.s, vars(upstream.victim.Base)["m"]
+    with applied(
+        patch("f", "loudly", how="wrap"),
+        patch("C.s", "loudly", how="wrap"),
+        patch("Base.m", "named", how="wrap"),
+    ):
+        assert upstream.victim.f(1) == upstream.copy.g(x=1) == ("loudly", ("f", 1))
+        assert upstream.victim.C.s(2) == upstream.victim.C().s(2) == ("loudly", 2)
+        assert upstream.victim.C().m() == ("C", "m")
+    assert (upstream.victim.f, upstream.victim.C.s, vars(upstream.victim.Base)["m"]) == before
+
+
+def test_around_nests_and_one_adapter_serves_several_originals(
+    upstream: types.SimpleNamespace,
+) -> None:
+    with applied(
+        patch("f", "loudly", how="wrap"),
+        patch("f", "passing", how="wrap"),
+        patch("other", "loudly", how="wrap"),
+    ):
+        assert upstream.victim.f(x=1) == ("passing", ("loudly", ("f", 1)))
+        assert upstream.victim.other(1) == ("loudly", ("other", 1))
+
+
+def test_around_shows_the_original(upstream: types.SimpleNamespace) -> None:
+    original, adapter = upstream.victim.f, upstream.ours.passing
+    wrapper = upstream.ours.loudly(adapter(original))
+    assert (wrapper.__name__, wrapper.__module__) == ("f", "victim")
+    assert inspect.signature(wrapper) == inspect.signature(original)
+    assert inspect.unwrap(wrapper) is original
+    assert patching.source_hash(wrapper) == patching.source_hash(original)
+    assert adapter.__name__ == "passing"
+
+
+def test_torch_compile_traces_through_around() -> None:
+    @patching.around
+    def twice(original: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return 2 * original(x)
+
+    traced = torch.compile(twice(torch.sin), backend="eager", fullgraph=True)
+    x = torch.ones(3)
+    assert torch.equal(traced(x), 2 * x.sin())
+
+
+def test_what_around_takes_is_what_it_expects(upstream: types.SimpleNamespace) -> None:
+    assert patch("f", "loudly", how="wrap").contract == ("x",)
+    assert patch("f", "passing", how="wrap").contract is None
+    assert patch("f", "passing", how="wrap", expects=("y",)).contract == ("y",)
+    assert patch("f", "loud", how="wrap").contract is None, "a factory's parameter is the original"
+    assert patch("f", "new_f").contract is None
 
 
 def test_descriptors_inheritance_and_nesting(upstream: types.SimpleNamespace) -> None:
@@ -198,6 +261,8 @@ def test_provides_an_optional_name_only_where_upstream_mentions_it(
         (patch("Nope.m", "new_m"), "module victim has no 'Nope'"),
         (patch("other", "no_such_thing"), "module ours has no 'no_such_thing'"),
         (patch("other", "new_f", expects=("a", "b")), r"upstream takes \('x',\)"),
+        (patch("C.m", "loudly", how="wrap"), r"upstream takes \('self',\), .* expects \('x',\)"),
+        (patch("f", "passing", how="wrap", expects=("a",)), r"upstream takes \('x',\)"),
         (patch("other", "new_f", sources={"1.0": "0" * 12}), r"none of those .* \(1.0\)"),
         (patch("f", "negate"), "replaced by both ours:new_f and ours:negate"),
         (patch("f", "provided", how="provide"), "upstream binds it already"),
@@ -295,6 +360,12 @@ def test_tells_upstreams_own_from_somebody_elses(upstream: types.SimpleNamespace
     assert patching.replaced_by("victim:f") == "ours"
     victim.f = torch.no_grad()(victim.f)
     assert patching.replaced_by("victim:f") == "ours", "below a decorator too"
+    victim.f = upstream.ours.loudly(original)
+    assert patching.replaced_by("victim:f") == "ours", "where the adapter was written"
+    victim.f = patching.around(torch.no_grad()(upstream.ours.passing.adapter))(original)
+    assert patching.written_in(victim.f) == "ours", "below a decorator too"
+    victim.f = functools.wraps(victim.f)(lambda x: x)
+    assert patching.written_in(victim.f) == __name__, "not where what it is around was"
     victim.C.s = staticmethod(upstream.ours.negate)
     assert patching.replaced_by("victim:C.s") == "ours"
     victim.C = type("C", (victim.C,), {"__module__": "ours.deeper"})

@@ -87,7 +87,7 @@ def rows(
             "replacement": patch.replacement,
             "why": patch.why,
             "contract": {
-                "parameters": None if patch.expects is None else list(patch.expects),
+                "parameters": _parameters(patch),
                 "sources": {v: patch.sources.get(v) for v in SUPPORTED_MEGATRON},
                 "optional": patch.optional,
             },
@@ -102,6 +102,13 @@ def _any_flag(args: argparse.Namespace) -> bool:
     settings = (s.key(f.name) for f in FEATURES for s in f.settings)
     wishes = (getattr(args, f"accel_{name}") for name in (*(f.name for f in FEATURES), *settings))
     return args.accel_preset is not None or any(wish is not None for wish in wishes)
+
+
+def _parameters(patch: Patch) -> list[str] | None:
+    contract = None
+    with contextlib.suppress(Exception):  # the row's problem says what
+        contract = patch.contract
+    return None if contract is None else list(contract)
 
 
 def _check(patches: Sequence[Patch]) -> dict[str, Any]:

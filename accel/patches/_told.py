@@ -8,6 +8,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from accel.patching import written_in
+
 
 def told(
     function: Callable[..., Any], modules: Mapping[str, Any], **names: object
@@ -38,7 +40,7 @@ def told(
 
 def _refuse_ours(function: Any) -> bool:
     """For ``inspect.unwrap``, which asks at each wrapper whether to stop."""
-    owner = getattr(function, "__globals__", {}).get("__name__", "")
+    owner = written_in(function) or ""
     if hasattr(function, "__wrapped__") and owner.startswith("accel."):
         raise RuntimeError(
             f"the wrapper of {owner} around {function.__qualname__} would be left out: list it later"

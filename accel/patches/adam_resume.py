@@ -43,7 +43,7 @@ import torch
 
 from accel.feature import Feature
 from accel.memory.precision_aware_adam import MOMENTS, PrecisionAwareAdam
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 _TARGET = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
@@ -65,42 +65,36 @@ FEATURE = Feature(
             target=f"{_TARGET}.state_dict",
             replacement="accel.patches.adam_resume:with_a_step_count",
             how="wrap",
-            expects=("self",),
             why="Upstream asks optimizers that have no step count, or no states yet, for it, and stops.",
         ),
         Patch(
             target=f"{_TARGET}._set_main_param_and_optimizer_states",
             replacement="accel.patches.adam_resume:step_count_kept",
             how="wrap",
-            expects=("self", "model_param", "tensors"),
             why="Upstream copies with autograd on, and an unstarted step count over the loaded one.",
         ),
         Patch(
             target=f"{_TARGET}._get_main_param_and_optimizer_states",
             replacement="accel.patches.adam_resume:with_moments_of_0",
             how="wrap",
-            expects=("self", "model_param"),
             why="Upstream saves moments that an optimizer lacks before its first step, and stops.",
         ),
         Patch(
             target=f"{_TARGET}.sharded_param_state_fsdp_dtensor",
             replacement="accel.patches.adam_resume:with_empty_states",
             how="wrap",
-            expects=("self", "is_loading"),
             why="Upstream's ranks save different parameters' states, and wait for each other for ever.",
         ),
         Patch(
             target=f"{_TARGET}._init_optimizer_states_with_dummy_values",
             replacement="accel.patches.adam_resume:without_a_step",
             how="wrap",
-            expects=("self",),
             why="Upstream steps the optimizer to make its states, and nothing takes the step back.",
         ),
         Patch(
             target=f"{_TARGET}.load_state_dict",
             replacement="accel.patches.adam_resume:step_counts_apart",
             how="wrap",
-            expects=("self", "state_dict"),
             why="Upstream shares one step count between all parameters, and copies with autograd on.",
         ),
         *(
@@ -108,7 +102,6 @@ FEATURE = Feature(
                 target=f"megatron.core.optimizer.optimizer:{optimizer}.load_state_dict",
                 replacement="accel.patches.adam_resume:unstarted_loads_step_0",
                 how="wrap",
-                expects=("self", "state_dict"),
                 why="What was saved before the first step has no step count, which torch's Adam asks for.",
             )
             for optimizer in ("Float16OptimizerWithFloat16Params", "FP32Optimizer")
@@ -117,54 +110,47 @@ FEATURE = Feature(
             target="megatron.core.optimizer.optimizer:MegatronOptimizer.__init__",
             replacement="accel.patches.adam_resume:with_step_counts_from_the_start",
             how="wrap",
-            expects=("self", "optimizer", "config", "init_state_fn"),
             why="States that are made ahead of a load have no step count, which torch's Adam asks for.",
         ),
     ),
 )
 
 
-def counting_steps(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def init_(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if isinstance(self.optimizer, torch.optim.Adam):
-            self.accel_step_count = 0
-            self.optimizer.register_step_post_hook(functools.partial(_count, self))
-
-    return init_
+@around
+def counting_steps(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    init(self, *args, **kwargs)
+    if isinstance(self.optimizer, torch.optim.Adam):
+        self.accel_step_count = 0
+        self.optimizer.register_step_post_hook(functools.partial(_count, self))
 
 
 def _count(self: Any, *_: object) -> None:
     self.accel_step_count += 1
 
 
-def with_a_step_count(state_dict: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(state_dict)
-    def with_step_count(self: Any) -> Any:
-        optimizer = self.optimizer
-        started = any("step" in state for state in optimizer.state.values())
-        if started or not _is_asked(optimizer):
-            return counted_by_group(optimizer, state_dict(self))
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # upstream looks at all states for the count, and passes none of them on
-        steps = 0 if parameters else getattr(self, "accel_step_count", 0)
+@around
+def with_a_step_count(state_dict: Callable[[Any], Any], self: Any) -> Any:
+    optimizer = self.optimizer
+    started = any("step" in state for state in optimizer.state.values())
+    if started or not _is_asked(optimizer):
+        return counted_by_group(optimizer, state_dict(self))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # upstream looks at all states for the count, and passes none of them on
+    steps = 0 if parameters else getattr(self, "accel_step_count", 0)
+    for key in parameters or ["accel"]:
+        optimizer.state[key]["step"] = torch.tensor(float(steps))
+    try:
+        saved = state_dict(self)
+    finally:
         for key in parameters or ["accel"]:
-            optimizer.state[key]["step"] = torch.tensor(float(steps))
-        try:
-            saved = state_dict(self)
-        finally:
-            for key in parameters or ["accel"]:
-                del optimizer.state[key]["step"]
-                if not optimizer.state[key]:
-                    del optimizer.state[key]
-        if not _counts_steps(optimizer):  # with Apex or Transformer Engine it would have none
-            for group in saved["optimizer"]["param_groups"]:
-                group.pop("step", None)
-            return saved
-        return counted_by_group(optimizer, saved, steps)
-
-    return with_step_count
+            del optimizer.state[key]["step"]
+            if not optimizer.state[key]:
+                del optimizer.state[key]
+    if not _counts_steps(optimizer):  # with Apex or Transformer Engine it would have none
+        for group in saved["optimizer"]["param_groups"]:
+            group.pop("step", None)
+        return saved
+    return counted_by_group(optimizer, saved, steps)
 
 
 def counted_by_group(optimizer: Any, saved: Any, steps: float = 0) -> Any:
@@ -200,42 +186,35 @@ def _counts_steps(optimizer: Any) -> bool:
     return any(isinstance(part, torch.optim.Adam) for part in parts)
 
 
-def step_count_kept(set_states: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(set_states)
-    def set_(self: Any, model_param: Any, tensors: Any) -> None:
-        kept = {**tensors, "step": None}  # upstream skips what is no tensor
-        with torch.no_grad():
-            set_states(self, model_param, kept)
-
-    return set_
-
-
-def with_moments_of_0(get_states: Callable[..., dict]) -> Callable[..., dict]:
-    @functools.wraps(get_states)
-    def get_states_(self: Any, model_param: Any) -> dict:
-        group, place = self.model_param_group_index_map[model_param]
-        shard = self.optimizer.param_groups[group]["params"][place]
-        if isinstance(self.optimizer, PrecisionAwareAdam) and not self.optimizer.state.get(shard):
-            self.optimizer.initialize_state(shard)
-        states = get_states(self, model_param)
-        if isinstance(self.optimizer, torch.optim.Adam):
-            for moment in MOMENTS:
-                if moment not in states:
-                    states[moment] = torch.zeros_like(states["param"])
-        return states
-
-    return get_states_
+@around
+def step_count_kept(
+    set_states: Callable[..., None], self: Any, model_param: Any, tensors: Any
+) -> None:
+    kept = {**tensors, "step": None}  # upstream skips what is no tensor
+    with torch.no_grad():
+        set_states(self, model_param, kept)
 
 
-def with_empty_states(get_states: Callable[..., dict]) -> Callable[..., dict]:
-    @functools.wraps(get_states)
-    def sharded_param_state_fsdp_dtensor(self: Any, is_loading: bool = False) -> dict:
-        saved = get_states(self, is_loading)
-        if isinstance(self.optimizer, torch.optim.Adam):
-            saved["state"] = _of_all_parameters(self, saved["state"])
-        return saved
+@around
+def with_moments_of_0(get_states: Callable[..., dict], self: Any, model_param: Any) -> dict:
+    group, place = self.model_param_group_index_map[model_param]
+    shard = self.optimizer.param_groups[group]["params"][place]
+    if isinstance(self.optimizer, PrecisionAwareAdam) and not self.optimizer.state.get(shard):
+        self.optimizer.initialize_state(shard)
+    states = get_states(self, model_param)
+    if isinstance(self.optimizer, torch.optim.Adam):
+        for moment in MOMENTS:
+            if moment not in states:
+                states[moment] = torch.zeros_like(states["param"])
+    return states
 
-    return sharded_param_state_fsdp_dtensor
+
+@around
+def with_empty_states(get_states: Callable[..., dict], self: Any, is_loading: bool = False) -> dict:
+    saved = get_states(self, is_loading)
+    if isinstance(self.optimizer, torch.optim.Adam):
+        saved["state"] = _of_all_parameters(self, saved["state"])
+    return saved
 
 
 def _of_all_parameters(self: Any, states: dict[str, dict]) -> dict[str, dict]:
@@ -253,31 +232,26 @@ def _of_all_parameters(self: Any, states: dict[str, dict]) -> dict[str, dict]:
     return kept
 
 
-def without_a_step(init_states: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(init_states)
-    def init_states_(self: Any) -> None:
-        groups, states = self.optimizer.param_groups, self.optimizer.state
-        if all(
-            parameter in states for g in groups for parameter in g["params"] if _held(parameter)
-        ):
-            return  # they are there
-        steps, before = getattr(self, "accel_step_count", None), [dict(group) for group in groups]
-        for group in groups:
-            group["lr"] = 0.0  # neither gradients of 0 nor the decay move a weight
-        try:
-            init_states(self)
-        finally:
-            for group, old in zip(groups, before, strict=True):
-                group["lr"] = old["lr"]
-                if "step" in group:  # Apex and Transformer Engine count there
-                    group["step"] = old.get("step", 0)
-        for state in states.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"].zero_()
-        if steps is not None:
-            self.accel_step_count = steps
-
-    return init_states_
+@around
+def without_a_step(init_states: Callable[[Any], None], self: Any) -> None:
+    groups, states = self.optimizer.param_groups, self.optimizer.state
+    if all(parameter in states for g in groups for parameter in g["params"] if _held(parameter)):
+        return  # they are there
+    steps, before = getattr(self, "accel_step_count", None), [dict(group) for group in groups]
+    for group in groups:
+        group["lr"] = 0.0  # neither gradients of 0 nor the decay move a weight
+    try:
+        init_states(self)
+    finally:
+        for group, old in zip(groups, before, strict=True):
+            group["lr"] = old["lr"]
+            if "step" in group:  # Apex and Transformer Engine count there
+                group["step"] = old.get("step", 0)
+    for state in states.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].zero_()
+    if steps is not None:
+        self.accel_step_count = steps
 
 
 def _held(parameter: Any) -> int:
@@ -285,70 +259,66 @@ def _held(parameter: Any) -> int:
     return int(getattr(parameter, "_local_tensor", parameter).numel())
 
 
-def step_counts_apart(load_state_dict: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    @functools.wraps(load_state_dict)
-    def load(self: Any, state_dict: Any) -> None:
-        with torch.no_grad():
-            if "optimizer" not in state_dict or not _is_asked(self.optimizer):
-                load_state_dict(self, state_dict)
-                states = state_dict.get("state", {}).values()  # Megatron-FSDP's
-                if steps := [float(state["step"]) for state in states if "step" in state]:
-                    self.accel_step_count = int(max(steps))
-                return
-            counts, saved = _counts_steps(self.optimizer), state_dict["optimizer"]
-            if not counts:  # upstream asks for it all the same
-                saved = {**saved, "param_groups": [{**g, "step": 0} for g in saved["param_groups"]]}
-            load_state_dict(self, {**state_dict, "optimizer": saved})
-        (step,) = {float(group["step"]) for group in saved["param_groups"]}
-        self.accel_step_count = int(step)
-        for state in self.optimizer.state.values():
-            state["step"] = torch.tensor(step)
-        if isinstance(self.optimizer, torch.optim.Adam):
-            for group in self.optimizer.param_groups:  # nobody counts there
-                group.pop("step", None)
-        if not counts:
-            for uncounted in (*self.optimizer.state.values(), *self.optimizer.param_groups):
-                uncounted.pop("step", None)
+@around
+def step_counts_apart(
+    load_state_dict: Callable[[Any, Any], None], self: Any, state_dict: Any
+) -> None:
+    with torch.no_grad():
+        if "optimizer" not in state_dict or not _is_asked(self.optimizer):
+            load_state_dict(self, state_dict)
+            states = state_dict.get("state", {}).values()  # Megatron-FSDP's
+            if steps := [float(state["step"]) for state in states if "step" in state]:
+                self.accel_step_count = int(max(steps))
+            return
+        counts, saved = _counts_steps(self.optimizer), state_dict["optimizer"]
+        if not counts:  # upstream asks for it all the same
+            saved = {**saved, "param_groups": [{**g, "step": 0} for g in saved["param_groups"]]}
+        load_state_dict(self, {**state_dict, "optimizer": saved})
+    (step,) = {float(group["step"]) for group in saved["param_groups"]}
+    self.accel_step_count = int(step)
+    for state in self.optimizer.state.values():
+        state["step"] = torch.tensor(step)
+    if isinstance(self.optimizer, torch.optim.Adam):
+        for group in self.optimizer.param_groups:  # nobody counts there
+            group.pop("step", None)
+    if not counts:
+        for uncounted in (*self.optimizer.state.values(), *self.optimizer.param_groups):
+            uncounted.pop("step", None)
 
-    return load
 
-
+@around
 def unstarted_loads_step_0(
-    load_state_dict: Callable[[Any, Any], None],
-) -> Callable[[Any, Any], None]:
-    @functools.wraps(load_state_dict)
-    def load(self: Any, state_dict: Any) -> None:
-        if isinstance(self.optimizer, torch.optim.Adam):
-            inner = state_dict.get("optimizer", state_dict)
-            count_from_0(inner.get("state", {}), inner.get("param_groups", []))
-        load_state_dict(self, state_dict)
-
-    return load
+    load_state_dict: Callable[[Any, Any], None], self: Any, state_dict: Any
+) -> None:
+    if isinstance(self.optimizer, torch.optim.Adam):
+        inner = state_dict.get("optimizer", state_dict)
+        count_from_0(inner.get("state", {}), inner.get("param_groups", []))
+    load_state_dict(self, state_dict)
 
 
-def with_step_counts_from_the_start(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def init_(
-        self: Any, optimizer: Any, config: Any, init_state_fn: Callable = lambda x: None
-    ) -> None:
-        if isinstance(optimizer, torch.optim.Adam) and init_state_fn is not None:
-            init_state_fn = _counting(init_state_fn)
-        init(self, optimizer, config, init_state_fn)
+@around
+def with_step_counts_from_the_start(
+    init: Callable[..., None],
+    self: Any,
+    optimizer: Any,
+    config: Any,
+    init_state_fn: Callable = lambda x: None,
+) -> None:
+    if isinstance(optimizer, torch.optim.Adam) and init_state_fn is not None:
+        init_state_fn = _counting(init_state_fn)
+    init(self, optimizer, config, init_state_fn)
 
-    return init_
 
-
-def _counting(init_states: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init_states)
-    def init_states_(optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        init_states(optimizer, *args)
-        steps = (state["step"] for state in optimizer.state.values() if "step" in state)
-        step = next(steps, torch.tensor(0.0))
-        for state in optimizer.state.values():
-            if "exp_avg" in state and "step" not in state:
-                state["step"] = step.clone()
-
-    return init_states_
+@around
+def _counting(
+    init_states: Callable[..., None], optimizer: torch.optim.Optimizer, *args: Any
+) -> None:
+    init_states(optimizer, *args)
+    steps = (state["step"] for state in optimizer.state.values() if "step" in state)
+    step = next(steps, torch.tensor(0.0))
+    for state in optimizer.state.values():
+        if "exp_avg" in state and "step" not in state:
+            state["step"] = step.clone()
 
 
 def count_from_0(states: dict[Any, Any], groups: list[dict[str, Any]]) -> None:

@@ -72,7 +72,7 @@ def test_contract_of_each_row(before: list[Any], capfd: pytest.CaptureFixture[st
     keys = "feature target how replacement why contract fits problem".split()
     for row, patch in zip(report([], capfd)["patches"], PATCHES, strict=True):
         assert list(row) == keys
-        assert row["contract"]["parameters"] == _listed(patch.expects)
+        assert row["contract"]["parameters"] == _listed(patch.contract)
         assert list(row["contract"]["sources"]) == list(SUPPORTED_MEGATRON)
         assert row["contract"]["sources"] == {v: patch.sources.get(v) for v in SUPPORTED_MEGATRON}
 
@@ -192,6 +192,7 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ({"expects": ("x", "alpha")}, "('x', 'factor')"),
         ({"sources": {"0.19.2": "0123456789ab"}}, "none of those"),
         ({"replacement": "cli_upstream:gone"}, "gone"),
+        ({"how": "wrap", "replacement": "cli_upstream:gone"}, "gone"),
         ({"how": "provide"}, "binds it already"),
         ({"how": "provide", "target": "cli_upstream:sale"}, "never mentions"),
         ({"how": "wrap", "replacement": "cli_upstream:scale"}, "TypeError"),
