@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from accel.log import log_once
 from accel.parallel.experts import load
 from accel.parallel.experts.load import LayerLoad, Recorder
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.slot import Slot
 
 __all__ = ["DROPPING", "ROUTING", "layer_of", "number_of", "of_all_ranks", "uncounted_routers"]
@@ -37,23 +36,21 @@ def number_of(layer: Any) -> int | None:
     return layer_of(layer.router) if numbered else layer.layer_number
 
 
-def counted(routing: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def counted(
+    routing: Callable[..., Any], self: Any, logits: Tensor, padding_mask: Tensor | None = None
+) -> Any:
     """``TopKRouter.routing``, which returns probabilities and the map ``[tokens, experts]``."""
-
-    @functools.wraps(routing)
-    def routing_(self: Any, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
-        _WANTED.clear()
-        probs, routing_map = routing(self, logits, padding_mask)
-        wanted = _WANTED.get()
-        _WANTED.clear()
-        if self.training and self.layer_number is not None:
-            if load.ON:
-                _say_if_nobody_asks()
-            for recorder in load.ON:
-                recorder.note_routing(layer_of(self), routing_map, wanted)
-        return probs, routing_map
-
-    return routing_
+    _WANTED.clear()
+    probs, routing_map = routing(self, logits, padding_mask)
+    wanted = _WANTED.get()
+    _WANTED.clear()
+    if self.training and self.layer_number is not None:
+        if load.ON:
+            _say_if_nobody_asks()
+        for recorder in load.ON:
+            recorder.note_routing(layer_of(self), routing_map, wanted)
+    return probs, routing_map
 
 
 def _say_if_nobody_asks() -> None:
@@ -66,15 +63,17 @@ def _say_if_nobody_asks() -> None:
         )
 
 
-def before_dropping(dropping: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def before_dropping(
+    dropping: Callable[..., Any],
+    routing_probs: Tensor,
+    routing_map: Tensor,
+    *rest: Any,
+    **options: Any,
+) -> Any:
     """``apply_router_token_dropping(routing_probs, routing_map, ...)``."""
-
-    @functools.wraps(dropping)
-    def dropping_(routing_probs: Tensor, routing_map: Tensor, *rest: Any, **options: Any) -> Any:
-        _WANTED.set(routing_map)
-        return dropping(routing_probs, routing_map, *rest, **options)
-
-    return dropping_
+    _WANTED.set(routing_map)
+    return dropping(routing_probs, routing_map, *rest, **options)
 
 
 def of_all_ranks(recorder: Recorder, args: Any) -> list[LayerLoad]:
@@ -121,7 +120,6 @@ ROUTING = Patch(
     target=f"{_MOE}.router:TopKRouter.routing",
     replacement=f"{_HERE}:counted",
     how="wrap",
-    expects=("self", "logits", "padding_mask"),
     why="The map that it returns says which experts get which tokens, whatever the dispatcher.",
 )
 DROPPING = Patch(

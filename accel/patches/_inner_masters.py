@@ -27,7 +27,7 @@ from accel.memory.precision_aware_adam import MASTER, PrecisionAwareAdam
 from accel.ops import l2_norm
 from accel.patches._settings import first_given
 from accel.patches._told import told
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import flag_of, fused_adam_library, te_installed
 
 __all__ = [
@@ -109,24 +109,20 @@ def _wanted(config: Any, *, any_way: bool = False) -> list[str]:
     return [name for name in names if name in WANTED and (any_way or not refused(config))]
 
 
-def configured(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+@around
+def configured(post_init: Callable[[Any], None], self: Any) -> None:
     """``OptimizerConfig.__post_init__`` that finds an optimizer for the flag. What accel wants beside it is
     no part of a configuration, which programs read, copy and write down: `built` sees to that."""
-
-    @functools.wraps(post_init)
-    def __post_init__(self: Any) -> None:
-        wanted = _wanted(self, any_way=True)
-        if wanted and (reason := refused(self)):
-            names = " and ".join(wanted)
-            nothing_lost = wanted == [SHARED] and without_masters(self)
-            level = logging.INFO if nothing_lost else logging.WARNING
-            _log.log(level, "%s: this optimizer keeps its own masters: %s", names, reason)
-            wanted = []
-        by_flag = self.use_precision_aware_optimizer and self.use_distributed_optimizer
-        served = by_flag and (wanted or FLAG in WANTED)
-        (_checking(post_init) if served else post_init)(self)
-
-    return __post_init__
+    wanted = _wanted(self, any_way=True)
+    if wanted and (reason := refused(self)):
+        names = " and ".join(wanted)
+        nothing_lost = wanted == [SHARED] and without_masters(self)
+        level = logging.INFO if nothing_lost else logging.WARNING
+        _log.log(level, "%s: this optimizer keeps its own masters: %s", names, reason)
+        wanted = []
+    by_flag = self.use_precision_aware_optimizer and self.use_distributed_optimizer
+    served = by_flag and (wanted or FLAG in WANTED)
+    (_checking(post_init) if served else post_init)(self)
 
 
 def _asked_of(model_chunks: Any) -> str | None:
@@ -141,49 +137,43 @@ def _asked_of(model_chunks: Any) -> str | None:
 _CHAINING: ContextVar[bool] = ContextVar("accel_chaining_optimizers", default=False)
 
 
-def chained(build: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def chained(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What chains Muon, SOAP or Lion with an Adam for the other parameters. It calls that Adam's own
     configuration one of ``adam``, and gives it the chain's afterwards, which knows nothing of ours: its
     gradients would be in no norm."""
-
-    @functools.wraps(build)
-    def build_(*args: Any, **kwargs: Any) -> Any:
-        token = _CHAINING.set(True)
-        try:
-            return build(*args, **kwargs)
-        finally:
-            _CHAINING.reset(token)
-
-    return build_
+    token = _CHAINING.set(True)
+    try:
+        return build(*args, **kwargs)
+    finally:
+        _CHAINING.reset(token)
 
 
-def built(build: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def built(
+    build: Callable[..., Any], config: Any, model_chunks: Any, *args: Any, **kwargs: Any
+) -> Any:
     """``_get_megatron_optimizer_based_on_param_groups`` that takes an Adam of ours."""
-
-    @functools.wraps(build)
-    def build_(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
-        by_flag = config.use_precision_aware_optimizer
-        wanted = [] if _CHAINING.get() else _wanted(config)
-        option = _asked_of(model_chunks)
-        if option and HOST in wanted:
-            raise ValueError(f"--accel-host-optimizer and {option}: {_EXCLUDED[option]}")
-        why = f"{option}: {_EXCLUDED[option]}" if option else _programs_adam(build)
-        if why and wanted:
-            names = " and ".join(wanted)
-            _log.warning("%s: this optimizer keeps its own masters: %s", names, why)
-            wanted = []
-        served = wanted or (by_flag and FLAG in WANTED)
-        if not served or config.optimizer_cpu_offload:
-            return build(config, model_chunks, *args, **kwargs)
-        if option == "use_megatron_fsdp":
-            raise ValueError(NOT_WITH_FSDP)
-        adam = functools.partial(HostAdam, host=WANTED[HOST]()) if HOST in wanted else None
-        seen = config if by_flag else _with_inner_masters(config, remainders=SHARED in wanted)
-        return _building(build, adam or PrecisionAwareAdam, plain=bool(wanted))(
-            seen, model_chunks, *args, **kwargs
-        )
-
-    return build_
+    by_flag = config.use_precision_aware_optimizer
+    wanted = [] if _CHAINING.get() else _wanted(config)
+    option = _asked_of(model_chunks)
+    if option and HOST in wanted:
+        raise ValueError(f"--accel-host-optimizer and {option}: {_EXCLUDED[option]}")
+    why = f"{option}: {_EXCLUDED[option]}" if option else _programs_adam(build)
+    if why and wanted:
+        names = " and ".join(wanted)
+        _log.warning("%s: this optimizer keeps its own masters: %s", names, why)
+        wanted = []
+    served = wanted or (by_flag and FLAG in WANTED)
+    if not served or config.optimizer_cpu_offload:
+        return build(config, model_chunks, *args, **kwargs)
+    if option == "use_megatron_fsdp":
+        raise ValueError(NOT_WITH_FSDP)
+    adam = functools.partial(HostAdam, host=WANTED[HOST]()) if HOST in wanted else None
+    seen = config if by_flag else _with_inner_masters(config, remainders=SHARED in wanted)
+    return _building(build, adam or PrecisionAwareAdam, plain=bool(wanted))(
+        seen, model_chunks, *args, **kwargs
+    )
 
 
 def _programs_adam(build: Callable[..., Any]) -> str | None:
@@ -249,21 +239,18 @@ def _yes(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
-def without_main_params(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if isinstance(self.optimizer, PrecisionAwareAdam) and not self.is_stub_optimizer:
-            for param in (p for buffer in self.buffers for p in buffer.params):
-                if getattr(param, "main_param", self) is None:
-                    del param.main_param
-                keep_master_of(param, None)
-            for weight, shard in _weights_and_shards(self):
-                keep_master_of(weight, Master.of(self.optimizer, shard, sharded=True))
-                replicated = any(getattr(weight, name, False) for name in REPLICATED)
-                setattr(shard, REPLICATED[-1], replicated)
-
-    return __init__
+@around
+def without_main_params(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    init(self, *args, **kwargs)
+    if isinstance(self.optimizer, PrecisionAwareAdam) and not self.is_stub_optimizer:
+        for param in (p for buffer in self.buffers for p in buffer.params):
+            if getattr(param, "main_param", self) is None:
+                del param.main_param
+            keep_master_of(param, None)
+        for weight, shard in _weights_and_shards(self):
+            keep_master_of(weight, Master.of(self.optimizer, shard, sharded=True))
+            replicated = any(getattr(weight, name, False) for name in REPLICATED)
+            setattr(shard, REPLICATED[-1], replicated)
 
 
 def _weights_and_shards(optimizer: Any) -> Iterator[tuple[Any, Any]]:
@@ -274,37 +261,29 @@ def _weights_and_shards(optimizer: Any) -> Iterator[tuple[Any, Any]]:
         yield from zip(of_model, of_rank, strict=True)
 
 
-def masters_too(copy: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(copy)
-    def copy_(self: Any, state_dict: Any = None) -> None:
-        copy(self, state_dict)
-        if not isinstance(self.optimizer, PrecisionAwareAdam):
-            return
-        if state_dict is None:
-            self.optimizer.reload_masters()
-            return
-        given = self._build_model_param_to_state_dict_param_map(state_dict)
-        for weight, shard in _weights_and_shards(self):
-            part = self._get_model_param_range_map(weight)["param"]
-            master = given[weight].detach().view(-1)[part.start : part.end]
-            self.optimizer.set_scaled_state(shard, MASTER, master.to(shard.device).float())
-
-    return copy_
+@around
+def masters_too(copy: Callable[..., None], self: Any, state_dict: Any = None) -> None:
+    copy(self, state_dict)
+    if not isinstance(self.optimizer, PrecisionAwareAdam):
+        return
+    if state_dict is None:
+        self.optimizer.reload_masters()
+        return
+    given = self._build_model_param_to_state_dict_param_map(state_dict)
+    for weight, shard in _weights_and_shards(self):
+        part = self._get_model_param_range_map(weight)["param"]
+        master = given[weight].detach().view(-1)[part.start : part.end]
+        self.optimizer.set_scaled_state(shard, MASTER, master.to(shard.device).float())
 
 
-def in_the_dtype_of_main_grads(copy: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(copy)
-    def copy_(self: Any) -> None:
-        copy(self)
-        wide = (
-            self.config.main_grads_dtype == torch.float32 and not self.ddp_config.use_megatron_fsdp
-        )
-        if wide and isinstance(self.optimizer, PrecisionAwareAdam) and not reads_any_dtype(self):
-            for param in (p for group in self.optimizer.param_groups for p in group["params"]):
-                if getattr(param, "decoupled_grad", None) is not None:
-                    param.decoupled_grad = param.decoupled_grad.float()
-
-    return copy_
+@around
+def in_the_dtype_of_main_grads(copy: Callable[[Any], None], self: Any) -> None:
+    copy(self)
+    wide = self.config.main_grads_dtype == torch.float32 and not self.ddp_config.use_megatron_fsdp
+    if wide and isinstance(self.optimizer, PrecisionAwareAdam) and not reads_any_dtype(self):
+        for param in (p for group in self.optimizer.param_groups for p in group["params"]):
+            if getattr(param, "decoupled_grad", None) is not None:
+                param.decoupled_grad = param.decoupled_grad.float()
 
 
 def reads_any_dtype(optimizer: Any) -> bool:
@@ -349,21 +328,19 @@ def keep_master_of(weight: Any, master: Master | None) -> None:
     _MASTERS[weight] = master
 
 
-def of_masters(norm: Callable[..., float]) -> Callable[..., float]:
+@around
+def of_masters(
+    norm: Callable[..., float], model: Any, force_create_fp32_copy: bool = False
+) -> float:
     """Wraps ``calc_params_l2_norm``."""
-
-    @functools.wraps(norm)
-    def calc_params_l2_norm(model: Any, force_create_fp32_copy: bool = False) -> float:
-        if force_create_fp32_copy:
-            return norm(model, force_create_fp32_copy)
-        names: dict[str, Any] = {"multi_tensor_l2norm": _norm_of_all}
-        if part := inspect.unwrap(norm).__globals__.get("_compute_norm_2"):
-            names["_compute_norm_2"] = told(part, {}, **names)
-        chunks = model if isinstance(model, list) else [model]
-        with _main_params([param for chunk in chunks for param in chunk.parameters()]):
-            return told(norm, {}, **names)(model)
-
-    return calc_params_l2_norm
+    if force_create_fp32_copy:
+        return norm(model, force_create_fp32_copy)
+    names: dict[str, Any] = {"multi_tensor_l2norm": _norm_of_all}
+    if part := inspect.unwrap(norm).__globals__.get("_compute_norm_2"):
+        names["_compute_norm_2"] = told(part, {}, **names)
+    chunks = model if isinstance(model, list) else [model]
+    with _main_params([param for chunk in chunks for param in chunk.parameters()]):
+        return told(norm, {}, **names)(model)
 
 
 @contextlib.contextmanager
@@ -395,34 +372,30 @@ def _norm_of_all(
     return l2_norm(norms).view(1), None
 
 
-def states_alone(offload: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(offload)
-    def offload_to_cpu(self: Any) -> None:
-        inner = getattr(self, "optimizer", None)
-        if isinstance(inner, HostAdam):
-            raise ValueError(
-                "offload_to_cpu(): --accel-host-optimizer keeps states in host memory already; leave one out"
-            )
-        if not isinstance(inner, PrecisionAwareAdam):
-            offload(self)
-            return
-        for state in inner.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    state[name] = value.cpu()
-        torch.cuda.empty_cache()
-
-    return offload_to_cpu
+@around
+def states_alone(offload: Callable[[Any], None], self: Any) -> None:
+    inner = getattr(self, "optimizer", None)
+    if isinstance(inner, HostAdam):
+        raise ValueError(
+            "offload_to_cpu(): --accel-host-optimizer keeps states in host memory already; leave one out"
+        )
+    if not isinstance(inner, PrecisionAwareAdam):
+        offload(self)
+        return
+    for state in inner.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = value.cpu()
+    torch.cuda.empty_cache()
 
 
-def into_states_that_are_there(load: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    @functools.wraps(load)
-    def load_(self: Any, state_dict: Any) -> None:
-        if isinstance(self.optimizer, PrecisionAwareAdam):
-            self.optimizer.initialize_all_states()
-        load(self, state_dict)
-
-    return load_
+@around
+def into_states_that_are_there(
+    load: Callable[[Any, Any], None], self: Any, state_dict: Any
+) -> None:
+    if isinstance(self.optimizer, PrecisionAwareAdam):
+        self.optimizer.initialize_all_states()
+    load(self, state_dict)
 
 
 INNER_MASTERS = (
@@ -430,7 +403,6 @@ INNER_MASTERS = (
         target="megatron.core.optimizer.optimizer_config:OptimizerConfig.__post_init__",
         replacement=f"{_HERE}:configured",
         how="wrap",
-        expects=("self",),
         why="Megatron follows its configuration to an optimizer that keeps masters, which it looks for in "
         "Transformer Engine.",
     ),
@@ -464,35 +436,30 @@ INNER_MASTERS = (
         target=f"{_DISTRIBUTED}._copy_model_params_to_main_params",
         replacement=f"{_HERE}:masters_too",
         how="wrap",
-        expects=("self", "state_dict"),
         why="Upstream leaves the masters as they were when other weights are loaded into the model.",
     ),
     Patch(
         target=f"{_DISTRIBUTED}._copy_model_grads_to_main_grads",
         replacement=f"{_HERE}:in_the_dtype_of_main_grads",
         how="wrap",
-        expects=("self",),
         why="Upstream would clip gradients in bf16 where they were reduced in bf16.",
     ),
     Patch(
         target=f"{_DISTRIBUTED}.load_state_dict",
         replacement=f"{_HERE}:into_states_that_are_there",
         how="wrap",
-        expects=("self", "state_dict"),
         why="Where there are no states yet upstream makes some for the load, beside those it loads into.",
     ),
     Patch(
         target="megatron.training.utils:calc_params_l2_norm",
         replacement=f"{_HERE}:of_masters",
         how="wrap",
-        expects=("model", "force_create_fp32_copy"),
         why="Upstream takes the norm of main parameters; of weights without, which it copies all to fp32.",
     ),
     Patch(
         target="megatron.core.optimizer.optimizer:MegatronOptimizer.offload_to_cpu",
         replacement=f"{_HERE}:states_alone",
         how="wrap",
-        expects=("self",),
         why="Upstream takes the parameters along, which here are the model's own.",
     ),
 )

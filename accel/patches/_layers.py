@@ -9,7 +9,7 @@ from typing import Any
 
 from accel.feature import Setting
 from accel.patches._settings import whole_number
-from accel.patching import Patch
+from accel.patching import Patch, around
 
 __all__ = [
     "HYBRID_STACKS",
@@ -104,21 +104,19 @@ class FirstLayers:
     def wrapping(self, then: Callable[[Any], None]) -> Callable[..., Any]:
         """A wrapper of a layer's ``__init__`` that does `then` with each of these layers."""
 
-        def wrap(init: Callable[..., None]) -> Callable[..., None]:
-            @functools.wraps(init)
-            def __init__(
-                layer: Any,
-                config: Any,
-                submodules: Any,
-                layer_number: int = 1,
-                *args: Any,
-                **kwargs: Any,
-            ) -> None:
-                init(layer, config, submodules, layer_number, *args, **kwargs)
-                if self.has(layer, layer_number):
-                    then(layer)
-
-            return __init__
+        @around
+        def wrap(
+            init: Callable[..., None],
+            layer: Any,
+            config: Any,
+            submodules: Any,
+            layer_number: int = 1,
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
+            init(layer, config, submodules, layer_number, *args, **kwargs)
+            if self.has(layer, layer_number):
+                then(layer)
 
         return wrap
 

@@ -25,7 +25,7 @@ from accel.ops._saving import hooks_take_saved
 from accel.parallel import linear_overlap as overlap
 from accel.parallel.linear import Layout, parallel_linear
 from accel.patches.cpu_offloading import OffloadedLayers
-from accel.patching import Patch
+from accel.patching import Patch, around
 
 __all__ = ["LINEAR", "OVERLAP", "switch_on", "upstream_needed"]
 
@@ -124,21 +124,15 @@ def _taken(buffer: list[Tensor] | None, limit: int | None) -> Callable[[Tensor],
     return take
 
 
-def reducing_pieces(upstream: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def reducing_pieces(upstream: Callable[..., Any], self: Any, input_: Tensor) -> Any:
     """Wraps ``RowParallelLinear.forward``."""
-
-    @functools.wraps(upstream)
-    def forward(self: Any, input_: Tensor) -> Any:
-        if overlap.current() is None or _row_stays(self):
-            return upstream(self, input_)
-        layout = Layout(
-            "row", self.tp_group, self.sequence_parallel, self.gradient_accumulation_fusion
-        )
-        bias = None if self.skip_bias_add else self.bias
-        y = parallel_linear(input_, self.weight, bias, layout)
-        return y, self.bias if self.skip_bias_add else None
-
-    return forward
+    if overlap.current() is None or _row_stays(self):
+        return upstream(self, input_)
+    layout = Layout("row", self.tp_group, self.sequence_parallel, self.gradient_accumulation_fusion)
+    bias = None if self.skip_bias_add else self.bias
+    y = parallel_linear(input_, self.weight, bias, layout)
+    return y, self.bias if self.skip_bias_add else None
 
 
 def _row_stays(layer: Any) -> bool:
@@ -180,7 +174,6 @@ OVERLAP = (
         target=f"{_LAYERS}:RowParallelLinear.forward",
         replacement=f"{_HERE}:reducing_pieces",
         how="wrap",
-        expects=("self", "input_"),
         sources={"0.17.1": "71b59f339209", "0.18.2": "71b59f339209", "0.19.2": "89a0fe41cc0b"},
         why="The reduction begins when the whole product is there.",
     ),

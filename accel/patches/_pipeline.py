@@ -32,7 +32,7 @@ from accel.parallel.schedule.results import to_last_rank
 from accel.parallel.schedule.runtime import ON_HOST, Posting, run
 from accel.parallel.split_backward import WeightPart, input_part
 from accel.patches._v_placement import MirroredGroup
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.start_up import say
 
 __all__ = ["DRIVER", "WANTED", "Wanted", "refused", "scheduled"]
@@ -216,19 +216,15 @@ def _check_order(schedule: Schedule) -> None:
             last[action.chunk] = action
 
 
-def scheduled(get_forward_backward_func: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def scheduled(get_forward_backward_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``get_forward_backward_func``, which gives the function below where there is a pipeline."""
+    from megatron.core.pipeline_parallel import schedules
 
-    @functools.wraps(get_forward_backward_func)
-    def get(*args: Any, **kwargs: Any) -> Any:
-        from megatron.core.pipeline_parallel import schedules
-
-        found = get_forward_backward_func(*args, **kwargs)
-        if not WANTED.on or found is schedules.forward_backward_no_pipelining:
-            return found
-        return forward_backward
-
-    return get
+    found = get_forward_backward_func(*args, **kwargs)
+    if not WANTED.on or found is schedules.forward_backward_no_pipelining:
+        return found
+    return forward_backward
 
 
 def unfit(model: Sequence[Any], schedule: Schedule) -> str | None:

@@ -9,35 +9,32 @@ off the gradients of their weights.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from accel.parallel.split_backward import current
-from accel.patching import Patch
+from accel.patching import Patch, around
 
 __all__ = ["HOOK"]
 
 
-def waiting(upstream: Callable[..., Callable[..., None]]) -> Callable[..., Callable[..., None]]:
+@around
+def waiting(
+    upstream: Callable[..., Callable[..., None]], self: Any, param: torch.nn.Parameter
+) -> Callable[..., None]:
     """Wraps ``DistributedDataParallel._make_backward_post_hook``."""
+    hook = upstream(self, param)
 
-    @functools.wraps(upstream)
-    def make(self: Any, param: torch.nn.Parameter) -> Callable[..., None]:
-        hook = upstream(self, param)
+    def unless_put_off(*unused: Any) -> None:
+        part = current()
+        if part is not None and part.holds(param):
+            part.take(param)
+        else:
+            hook(*unused)
 
-        def unless_put_off(*unused: Any) -> None:
-            part = current()
-            if part is not None and part.holds(param):
-                part.take(param)
-            else:
-                hook(*unused)
-
-        return unless_put_off
-
-    return make
+    return unless_put_off
 
 
 HOOK = Patch(
@@ -45,7 +42,6 @@ HOOK = Patch(
     ":DistributedDataParallel._make_backward_post_hook",
     replacement="accel.patches._split_backward:waiting",
     how="wrap",
-    expects=("self", "param"),
     sources={"0.17.1": "fec59a9c44a4", "0.18.2": "fec59a9c44a4", "0.19.2": "9db16cb6b15f"},
     why="Autograd calls the hook of a parameter in the input part too, which has no gradient for it yet.",
 )

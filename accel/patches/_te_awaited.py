@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import te_installed
 
 __all__ = ["AWAITING", "give_awaited"]
@@ -39,20 +39,16 @@ def awaited_spec() -> Any:
     return AwaitedSpec()
 
 
-def awaiting_layers(original: Callable[[str], Any]) -> Callable[[str], Any]:
+@around
+def awaiting_layers(original: Callable[[str], Any], name: str) -> Any:
     """Wraps the ``__getattr__`` of BERT's specs, which Megatron's script asks for one when it is imported,
     before any feature is on."""
-
-    @functools.wraps(original)
-    def find(name: str) -> Any:
-        try:
-            return original(name)
-        except ImportError:
-            if te_installed():
-                raise
-            return awaited_spec()
-
-    return find
+    try:
+        return original(name)
+    except ImportError:
+        if te_installed():
+            raise
+        return awaited_spec()
 
 
 def give_awaited() -> Callable[[], None]:
@@ -75,7 +71,6 @@ AWAITING = Patch(
     target="megatron.core.models.bert.bert_layer_specs:__getattr__",
     replacement="accel.patches._te_awaited:awaiting_layers",
     how="wrap",
-    expects=("name",),
     why="Megatron's BERT script imports a spec, and upstream raises, before arguments say that it is served.",
 )
 """For the time before features are chosen."""

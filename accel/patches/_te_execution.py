@@ -17,6 +17,7 @@ from typing import Any
 from accel.layers import stand_in
 from accel.patches._te_versions import EXTENSION, UTILS, VERSIONS, utils_that_tell
 from accel.patches._told import told
+from accel.patching import around
 
 __all__ = ["QUANTIZED", "UNQUANTIZED", "execute", "import_with_layers", "importing_layers"]
 
@@ -51,17 +52,13 @@ def execute(name: str) -> types.ModuleType:
     return module
 
 
-def without_fp8(original: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+@around
+def without_fp8(original: Callable[[Any], dict[str, Any]], config: Any) -> dict[str, Any]:
     """What every layer with weights asks for the arguments that follow from its config."""
-
-    @functools.wraps(original)
-    def extra_te_kwargs(config: Any) -> dict[str, Any]:
-        for name in QUANTIZED:
-            if getattr(config, name, None):
-                raise ValueError(f"{name}={getattr(config, name)!r}: {UNQUANTIZED}")
-        return original(config)
-
-    return extra_te_kwargs
+    for name in QUANTIZED:
+        if getattr(config, name, None):
+            raise ValueError(f"{name}={getattr(config, name)!r}: {UNQUANTIZED}")
+    return original(config)
 
 
 def import_with_layers(
@@ -86,15 +83,11 @@ def import_with_layers(
     return builtins.__import__(name, globals, locals, fromlist or (), level)
 
 
-def importing_layers(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def importing_layers(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The package itself is imported where there is one after all."""
-
-    @functools.wraps(original)
-    def importing(*args: Any, **kwargs: Any) -> Any:
-        there = "transformer_engine" in sys.modules
-        return told(original, {} if there else _modules())(*args, **kwargs)
-
-    return importing
+    there = "transformer_engine" in sys.modules
+    return told(original, {} if there else _modules())(*args, **kwargs)
 
 
 @functools.cache

@@ -16,23 +16,25 @@ from typing import Any
 import torch
 
 from accel.layers import stand_in
+from accel.patching import around
 
 
-def with_final_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def block_submodules(
-        config: Any, spec: Any, vp_stage: int | None = None, pp_rank: int | None = None
-    ) -> Any:
-        from megatron.core.transformer import transformer_block
+@around
+def with_final_norm(
+    original: Callable[..., Any],
+    config: Any,
+    spec: Any,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> Any:
+    from megatron.core.transformer import transformer_block
 
-        from accel.patches.te_extension import TENorm  # type: ignore[attr-defined]
+    from accel.patches.te_extension import TENorm  # type: ignore[attr-defined]
 
-        submodules = original(config, spec, vp_stage, pp_rank)
-        if submodules is not spec and submodules.layer_norm is transformer_block.LayerNormImpl:
-            submodules = dataclasses.replace(submodules, layer_norm=TENorm)
-        return submodules
-
-    return block_submodules
+    submodules = original(config, spec, vp_stage, pp_rank)
+    if submodules is not spec and submodules.layer_norm is transformer_block.LayerNormImpl:
+        submodules = dataclasses.replace(submodules, layer_norm=TENorm)
+    return submodules
 
 
 def with_te_norm(original: Callable[..., None]) -> Callable[..., None]:

@@ -6,14 +6,13 @@ patches are those of ``packs_over_ranks``, and of ``te_layers`` for the other la
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from accel.patches._te_versions import UTILS, at_least, flagged
-from accel.patching import Patch
+from accel.patching import Patch, around
 
 __all__ = ["OF_PACKS", "PARTITION"]
 
@@ -32,23 +31,20 @@ _SINCE = "1.10.0"
 """The version of Transformer Engine that they want for it."""
 
 
-def with_starts(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def with_starts(
+    original: Callable[..., Any],
+    batch: dict[str, Any],
+    cu_seqlens: torch.Tensor,
+    cu_seqlens_padded: torch.Tensor | None,
+    max_seqlen: torch.Tensor,
+    cp_size: int | None = None,
+    cp_rank: int | None = None,
+) -> Any:
     """0.17's own loader never gives the second, and a rank's tokens are found by it; later versions take the
     first, as here."""
-
-    @functools.wraps(original)
-    def get_thd_batch_on_this_cp_rank(
-        batch: dict[str, Any],
-        cu_seqlens: torch.Tensor,
-        cu_seqlens_padded: torch.Tensor | None,
-        max_seqlen: torch.Tensor,
-        cp_size: int | None = None,
-        cp_rank: int | None = None,
-    ) -> Any:
-        padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
-        return original(batch, cu_seqlens, padded, max_seqlen, cp_size, cp_rank)
-
-    return get_thd_batch_on_this_cp_rank
+    padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    return original(batch, cu_seqlens, padded, max_seqlen, cp_size, cp_rank)
 
 
 def version_for_packs(original: Callable[[], Any]) -> Callable[[], Any]:
@@ -71,7 +67,6 @@ OF_PACKS = (
         target=f"{UTILS}:get_thd_batch_on_this_cp_rank",
         replacement=f"{_HERE}:with_starts",
         how="wrap",
-        expects=("batch", "cu_seqlens", "cu_seqlens_padded", "max_seqlen", "cp_size", "cp_rank"),
         why="0.17's loader gives no lengths with padding, by which upstream looks for a rank's tokens.",
         optional=True,
     ),

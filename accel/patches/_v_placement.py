@@ -30,7 +30,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import flag_of
 
 __all__ = ["IN_A_V", "PATCHES", "MirroredGroup", "refusal", "running", "switch_on"]
@@ -174,19 +174,15 @@ def _num_chunks(args: Any) -> int:
     return int(args.num_virtual_stages_per_pipeline_rank or 1)
 
 
-def ranking(get_rank: Callable[[], int]) -> Callable[[], int]:
+@around
+def ranking(get_rank: Callable[[], int]) -> int:
     """``get_pipeline_model_parallel_rank``, for the chunk that is built or run."""
+    rank = get_rank()
+    if not _STATE.mirrored():
+        return rank
+    from megatron.core import parallel_state
 
-    @functools.wraps(get_rank)
-    def get_pipeline_model_parallel_rank() -> int:
-        rank = get_rank()
-        if not _STATE.mirrored():
-            return rank
-        from megatron.core import parallel_state
-
-        return int(parallel_state.get_pipeline_model_parallel_world_size()) - 1 - rank
-
-    return get_pipeline_model_parallel_rank
+    return int(parallel_state.get_pipeline_model_parallel_world_size()) - 1 - rank
 
 
 def of_its_chunk(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,51 +197,48 @@ def of_its_chunk(function: Callable[..., Any]) -> Callable[..., Any]:
     return answer
 
 
-def collecting(collect: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def collecting(
+    collect: Callable[..., Any], cls: type, required_pgs: list[str] | None = None
+) -> Any:
     """``use_mpu_process_groups``, for the chunk that is built or run."""
-
-    @functools.wraps(collect)
-    def use_mpu_process_groups(cls: type, required_pgs: list[str] | None = None) -> Any:
-        groups = collect(cls, required_pgs)
-        return _with_mirrored_pipeline(groups) if _STATE.mirrored() else groups
-
-    return use_mpu_process_groups
+    groups = collect(cls, required_pgs)
+    return _with_mirrored_pipeline(groups) if _STATE.mirrored() else groups
 
 
-def getting(get_model: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def getting(
+    get_model: Callable[..., Any],
+    model_provider_func: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """``get_model``, which asks its provider for chunks of a V."""
+    if not _STATE.on:
+        return get_model(model_provider_func, *args, **kwargs)
 
-    @functools.wraps(get_model)
-    def get(model_provider_func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not _STATE.on:
-            return get_model(model_provider_func, *args, **kwargs)
+    @functools.wraps(model_provider_func)
+    def provide(*, pg_collection: Any, **given: Any) -> Any:
+        def build(groups: Any, **also: Any) -> Any:
+            return model_provider_func(pg_collection=groups, **also)
 
-        @functools.wraps(model_provider_func)
-        def provide(*, pg_collection: Any, **given: Any) -> Any:
-            def build(groups: Any, **also: Any) -> Any:
-                return model_provider_func(pg_collection=groups, **also)
+        return _built(build, pg_collection, given)
 
-            return _built(build, pg_collection, given)
-
-        return get_model(provide, *args, **kwargs)
-
-    return get
+    return get_model(provide, *args, **kwargs)
 
 
-def staging(build_stages: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def staging(
+    build_stages: Callable[..., Any], build: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     """``build_virtual_pipeline_stages``, of a V."""
+    if not _STATE.on:
+        return build_stages(build, *args, **kwargs)
 
-    @functools.wraps(build_stages)
-    def build_virtual_pipeline_stages(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not _STATE.on:
-            return build_stages(build, *args, **kwargs)
+    def build_chunk(pg_collection: Any, **given: Any) -> Any:
+        return _built(build, pg_collection, given)
 
-        def build_chunk(pg_collection: Any, **given: Any) -> Any:
-            return _built(build, pg_collection, given)
-
-        return build_stages(build_chunk, *args, **kwargs)
-
-    return build_virtual_pipeline_stages
+    return build_stages(build_chunk, *args, **kwargs)
 
 
 def _built(build: Callable[..., Any], groups: Any, given: dict[str, Any]) -> Any:
@@ -272,48 +265,43 @@ def _check(module: Any, hybrid: bool = False) -> None:
         raise ValueError(f"--accel-schedule in a V: {reason}")
 
 
-def untied(set_up: Callable[[Any], None]) -> Callable[[Any], None]:
+@around
+def untied(set_up: Callable[[Any], None], self: Any) -> None:
     """``LanguageModule.setup_embeddings_and_output_layer``, for what a command line would have refused:
     upstream adds the copies of two ranks up, one of which waits for ever where both are on one."""
-
-    @functools.wraps(set_up)
-    def setup_embeddings_and_output_layer(self: Any) -> None:
-        if _STATE.on and getattr(self, "vp_stage", None) is not None:
-            _check(self)
-        set_up(self)
-
-    return setup_embeddings_and_output_layer
+    if _STATE.on and getattr(self, "vp_stage", None) is not None:
+        _check(self)
+    set_up(self)
 
 
-def reading(get_format: Callable[..., str]) -> Callable[..., str]:
+@around
+def reading(get_format: Callable[..., str], checkpoint_name: Any, args: Any) -> str:
     """``_get_checkpoint_format``, which is asked before a checkpoint is read."""
-
-    @functools.wraps(get_format)
-    def _get_checkpoint_format(checkpoint_name: Any, args: Any) -> str:
-        found = get_format(checkpoint_name, args)
-        if _STATE.on and found == "torch":
-            raise ValueError(
-                f"{checkpoint_name} is of the format torch, files of ranks whose chunks lie in no V: load it "
-                "without this schedule, and save it with --ckpt-format torch_dist"
-            )
-        return found
-
-    return _get_checkpoint_format
+    found = get_format(checkpoint_name, args)
+    if _STATE.on and found == "torch":
+        raise ValueError(
+            f"{checkpoint_name} is of the format torch, files of ranks whose chunks lie in no V: load it "
+            "without this schedule, and save it with --ckpt-format torch_dist"
+        )
+    return found
 
 
-def stepping(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def stepping(
+    forward_step: Callable[..., Any],
+    function: Callable[..., Any],
+    iterator: Any,
+    model: Any,
+    *args: Any,
+    **kw: Any,
+) -> Any:
     """The schedules' ``forward_step``, which gets the chunk its data."""
+    if not _STATE.on:
+        return forward_step(function, iterator, model, *args, **kw)
+    from megatron.core.utils import get_attr_wrapped_model
 
-    @functools.wraps(forward_step)
-    def step(function: Callable[..., Any], iterator: Any, model: Any, *args: Any, **kw: Any) -> Any:
-        if not _STATE.on:
-            return forward_step(function, iterator, model, *args, **kw)
-        from megatron.core.utils import get_attr_wrapped_model
-
-        with running(get_attr_wrapped_model(model, "vp_stage")):
-            return forward_step(function, iterator, model, *args, **kw)
-
-    return step
+    with running(get_attr_wrapped_model(model, "vp_stage")):
+        return forward_step(function, iterator, model, *args, **kw)
 
 
 _OF_A_CHUNK = {
@@ -336,7 +324,6 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.parallel_state:get_pipeline_model_parallel_rank",
         replacement=f"{_HERE}:ranking",
         how="wrap",
-        expects=(),
         why="Whoever asks while chunk 1 is built or run is told the rank that chunk 1 of a V is on.",
     ),
     *(
@@ -353,7 +340,6 @@ PATCHES: tuple[Patch, ...] = (
         target="megatron.core.process_groups_config:ProcessGroupCollection.use_mpu_process_groups",
         replacement=f"{_HERE}:collecting",
         how="wrap",
-        expects=("cls", "required_pgs"),
         why="Modules that are given no groups take these: chunk 1's pipeline group has its rank.",
     ),
     Patch(
@@ -379,14 +365,12 @@ PATCHES: tuple[Patch, ...] = (
         ),
         replacement=f"{_HERE}:untied",
         how="wrap",
-        expects=("self",),
         why="A program without a command line may tie what lies on one rank of a V.",
     ),
     Patch(
         target="megatron.training.checkpointing:_get_checkpoint_format",
         replacement=f"{_HERE}:reading",
         how="wrap",
-        expects=("checkpoint_name", "args"),
         why="Files of ranks of Megatron's placement would be read into other layers without an error.",
     ),
     Patch(

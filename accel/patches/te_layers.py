@@ -343,7 +343,6 @@ FEATURE = Feature(
             target=f"{_CORE}.transformer.transformer_block:_get_block_submodules",
             replacement="accel.patches._te_norms:with_final_norm",
             how="wrap",
-            expects=("config", "spec", "vp_stage", "pp_rank"),
             why="The final norm of a block that is given one layer spec is Transformer Engine's too.",
         ),
         VERSION,
