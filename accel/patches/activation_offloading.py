@@ -16,7 +16,6 @@ Engine. Not run on a GPU yet.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -28,7 +27,7 @@ from torch import Tensor
 from accel.feature import Context, Feature
 from accel.memory.swap import Chain, Swap
 from accel.patches._linear import LINEAR
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE, te_installed, te_serves
 
 _HERE = "accel.patches.activation_offloading"
@@ -169,19 +168,15 @@ class FineGrainedActivationOffloadingInterface:
         MANAGER.enabled = True
 
 
-def near_the_gpu(bind: Callable[[], None]) -> Callable[[], None]:
+@around
+def near_the_gpu(bind: Callable[[], None]) -> None:
     """``set_ideal_affinity_for_current_gpu()``, where it can."""
-
-    @functools.wraps(bind)
-    def bind_() -> None:
-        if torch.empty(0, device=torch.cuda.current_device()).device.type == "cpu":
-            return
-        try:
-            bind()
-        except (ImportError, RuntimeError) as error:
-            _log.warning("the host is not bound to the cores next to its GPU: %s", error)
-
-    return bind_
+    if torch.empty(0, device=torch.cuda.current_device()).device.type == "cpu":
+        return
+    try:
+        bind()
+    except (ImportError, RuntimeError) as error:
+        _log.warning("the host is not bound to the cores next to its GPU: %s", error)
 
 
 @contextlib.contextmanager
@@ -223,7 +218,6 @@ FEATURE = Feature(
             target="megatron.core.pipeline_parallel.utils:set_ideal_affinity_for_current_gpu",
             replacement=f"{_HERE}:near_the_gpu",
             how="wrap",
-            expects=(),
             why="Upstream ends a training where cuda-python or pynvml is missing.",
         ),
         LINEAR,

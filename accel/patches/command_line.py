@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 from accel.feature import PRESETS, Context, Feature
 from accel.patches import _mindspeed
 from accel.patches._te_awaited import AWAITING
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import megatron_version
 
 __all__ = ["ALIASES", "HOOKS", "MODULE", "add_options"]
@@ -38,21 +37,18 @@ HOOKS = (
         target=f"{MODULE}:add_megatron_arguments",
         replacement="accel.patches.command_line:with_accel_options",
         how="wrap",
-        expects=("parser",),
         why="accel's flags belong to Megatron's own parser, so that --help and errors know them.",
     ),
     Patch(
         target=f"{MODULE}:validate_args",
         replacement="accel.patches.command_line:apply_when_final",
         how="wrap",
-        expects=("args", "defaults"),
         why="Features can be chosen and checked once Megatron's arguments are final.",
     ),
     Patch(
         target="megatron.training.yaml_arguments:validate_yaml",
         replacement="accel.patches.command_line:apply_when_final",
         how="wrap",
-        expects=("args", "defaults"),
         why="With --yaml-cfg Megatron validates its arguments elsewhere; features apply there too.",
     ),
     AWAITING,
@@ -66,15 +62,14 @@ _PARSED: dict[str, Any] = {}
 """accel's flags as the parser last saw them."""
 
 
-def with_accel_options(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(add_megatron_arguments)
-    def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = add_megatron_arguments(parser)
-        add_options(parser)
-        _mend_help(parser)
-        return parser
-
-    return add
+@around
+def with_accel_options(
+    add_megatron_arguments: Callable[..., Any], parser: argparse.ArgumentParser
+) -> argparse.ArgumentParser:
+    parser = add_megatron_arguments(parser)
+    add_options(parser)
+    _mend_help(parser)
+    return parser
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
@@ -88,49 +83,49 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
                 action.help = action.help.replace("%", "%%")
 
 
-def apply_when_final(validate_args: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def apply_when_final(
+    validate_args: Callable[..., Any],
+    args: argparse.Namespace,
+    defaults: dict[str, Any] = {},  # noqa: B006 (upstream's)
+) -> Any:
     """Wraps the validators of both ways to configure Megatron: flags, and ``--yaml-cfg``."""
+    from accel.patches import FEATURES
+    from accel.session import SESSION
+    from accel.start_up import print_table
 
-    @functools.wraps(validate_args)
-    def validate(args: argparse.Namespace, defaults: dict[str, Any] = {}) -> Any:  # noqa: B006 (upstream's)
-        from accel.patches import FEATURES
-        from accel.session import SESSION
-        from accel.start_up import print_table
-
-        context = Context(SESSION.require_device().name, megatron_version() or "", args)
-        flags = {**_PARSED, **{k: v for k, v in vars(args).items() if k.startswith("accel_")}}
-        given = {name.removeprefix("accel_"): v for name, v in flags.items() if v is not None}
-        # a flag that only can be given is False where it was not
-        given = {n: v for n, v in given.items() if v or n not in _SWITCHES}
-        asked = _still_asked(SESSION.asked, given)
-        wishes = asked | given
-        _show(args, wishes)
-        wanted = [f for f in FEATURES if wishes.get(f.name) is not False]
+    context = Context(SESSION.require_device().name, megatron_version() or "", args)
+    flags = {**_PARSED, **{k: v for k, v in vars(args).items() if k.startswith("accel_")}}
+    given = {name.removeprefix("accel_"): v for name, v in flags.items() if v is not None}
+    # a flag that only can be given is False where it was not
+    given = {n: v for n, v in given.items() if v or n not in _SWITCHES}
+    asked = _still_asked(SESSION.asked, given)
+    wishes = asked | given
+    _show(args, wishes)
+    wanted = [f for f in FEATURES if wishes.get(f.name) is not False]
+    for f in wanted:
+        if f.check is not None:
+            f.check(context)
+    notes = [note for f in wanted if f.prepare is not None for note in f.prepare(context)]
+    notes += _kernels(context)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_connections_allowed(context))
         for f in wanted:
-            if f.check is not None:
-                f.check(context)
-        notes = [note for f in wanted if f.prepare is not None for note in f.prepare(context)]
-        notes += _kernels(context)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_connections_allowed(context))
-            for f in wanted:
-                if f.around_validation is not None:
-                    stack.enter_context(f.around_validation(context))
-            validated = validate_args(args, defaults)
-        final = args if validated is None else validated  # another one with --yaml-cfg
-        _show(final, wishes)
-        SESSION.apply(
-            preset=wishes.get("preset", "fast"),
-            wishes=wishes,
-            strict=wishes.get("strict", False),
-            allow_untested=wishes.get("allow_untested_megatron", False),
-            args=final,
-        )
-        if args.rank == 0:
-            print_table(SESSION.status(), notes)
-        return validated
-
-    return validate
+            if f.around_validation is not None:
+                stack.enter_context(f.around_validation(context))
+        validated = validate_args(args, defaults)
+    final = args if validated is None else validated  # another one with --yaml-cfg
+    _show(final, wishes)
+    SESSION.apply(
+        preset=wishes.get("preset", "fast"),
+        wishes=wishes,
+        strict=wishes.get("strict", False),
+        allow_untested=wishes.get("allow_untested_megatron", False),
+        args=final,
+    )
+    if args.rank == 0:
+        print_table(SESSION.status(), notes)
+    return validated
 
 
 def _kernels(context: Context) -> list[str]:

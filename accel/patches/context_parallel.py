@@ -40,7 +40,6 @@ static group. Each is an error that says so; what flags ask for is looked at on 
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -65,7 +64,7 @@ from accel.parallel.context import (
 from accel.parallel.context.parts import Part
 from accel.patches._attention import dropout_of, scale_of
 from accel.patches._settings import divisors, whole_number
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE, te_layers_asked
 
 _HERE = "accel.patches.context_parallel"
@@ -76,28 +75,24 @@ KEPT = {"none": "none", "keys": "keys", "all": "keys and values"}
 """What may be asked for."""
 
 
-def split_over_ranks(init: Callable[..., None]) -> Callable[..., None]:
+@around
+def split_over_ranks(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Build the module although its sequences are split, and remember by whom they are."""
-
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = inspect.signature(init).bind(self, *args, **kwargs)
-        config = bound.arguments["config"]
-        comm_type = bound.arguments.get("cp_comm_type") or "p2p"
-        if config.context_parallel_size == 1:
-            init(self, *args, **kwargs)
-            self.accel_cp_comm_type = comm_type  # of groups that batches bring
-            return
-        alone = copy.copy(config)
-        alone.context_parallel_size = 1
-        bound.arguments["config"] = alone
-        init(*bound.args, **bound.kwargs)
-        self.config = config
-        setattr(self, _GROUPS, _groups(bound.arguments.get("pg_collection"), comm_type))
-        self.accel_cp_comm_type = comm_type
-        self.register_forward_pre_hook(_only_while_on)
-
-    return __init__
+    bound = inspect.signature(init).bind(self, *args, **kwargs)
+    config = bound.arguments["config"]
+    comm_type = bound.arguments.get("cp_comm_type") or "p2p"
+    if config.context_parallel_size == 1:
+        init(self, *args, **kwargs)
+        self.accel_cp_comm_type = comm_type  # of groups that batches bring
+        return
+    alone = copy.copy(config)
+    alone.context_parallel_size = 1
+    bound.arguments["config"] = alone
+    init(*bound.args, **bound.kwargs)
+    self.config = config
+    setattr(self, _GROUPS, _groups(bound.arguments.get("pg_collection"), comm_type))
+    self.accel_cp_comm_type = comm_type
+    self.register_forward_pre_hook(_only_while_on)
 
 
 def _only_while_on(module: Any, inputs: Any) -> None:
@@ -119,66 +114,64 @@ def _groups(collection: Any, comm_type: str) -> ContextGroups | None:
     return ContextGroups.of(group, comm_type)
 
 
-def attend_over_ranks(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(original)
-    def forward(
-        self: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> Tensor:
-        groups, by_batch = _groups_now(self, packed_seq_params), _is_by_batch(packed_seq_params)
-        packed_seq_params = _if_packed(packed_seq_params)
-        # upstream's has no packs, and 0.18 and later make one of each sequence of a dynamic group
-        if groups is None and not (by_batch and packed_seq_params is not None):
-            return original(
-                self,
-                query,
-                key,
-                value,
-                attention_mask,
-                attn_mask_type,
-                attention_bias,
-                packed_seq_params,
-            )
-        if attention_bias is not None:
-            raise ValueError(
-                "context parallelism: an attention bias, which a split sequence cannot have: use "
-                "--context-parallel-size 1"
-            )
-        kind = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
-        if kind == "arbitrary" and (attention_mask is None or packed_seq_params is not None):
-            raise ValueError(
-                "context parallelism: attn_mask_type arbitrary without an attention mask, which packed "
-                "sequences never have: use causal or no_mask"
-            )
-        window = self.scale_mask_softmax.window_size
-        how: dict[str, Any] = {"causal": "causal" in kind, "window": window and tuple(window)}
-        if packed_seq_params is not None:
-            how["starts"] = _starts(packed_seq_params, how["causal"])
-        elif groups is not None and attention_mask is not None:
-            how["documents"] = documents_of(attention_mask, groups, causal=how["causal"])
-        whole = Attention(
-            scale_of(self),
-            kernel=layer.attention is not None,
-            offset=self.softmax_offset,
-            **dropout_of(self, query.device),
+@around
+def attend_over_ranks(
+    original: Callable[..., Tensor],
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    attn_mask_type: Any = None,
+    attention_bias: Tensor | None = None,
+    packed_seq_params: Any = None,
+) -> Tensor:
+    groups, by_batch = _groups_now(self, packed_seq_params), _is_by_batch(packed_seq_params)
+    packed_seq_params = _if_packed(packed_seq_params)
+    # upstream's has no packs, and 0.18 and later make one of each sequence of a dynamic group
+    if groups is None and not (by_batch and packed_seq_params is not None):
+        return original(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            attn_mask_type,
+            attention_bias,
+            packed_seq_params,
         )
-        ring = ring_settings().of_layer(self.layer_number)
-        if by_batch and groups is not None:  # of any size
-            ring = replace(ring, window=math.gcd(ring.window, groups.ranks_by_keys))
-        if layer.attention is not None:
-            value = values_apart(query, key, value, self.config)
-        if groups is None:
-            part = Part(how["causal"], how["window"], how["starts"], how["starts"])
-            return whole(query, key, value, part).flatten(-2)
-        return context_attention(whole, query, key, value, groups, ring=ring, **how).flatten(-2)
-
-    return forward
+    if attention_bias is not None:
+        raise ValueError(
+            "context parallelism: an attention bias, which a split sequence cannot have: use "
+            "--context-parallel-size 1"
+        )
+    kind = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
+    if kind == "arbitrary" and (attention_mask is None or packed_seq_params is not None):
+        raise ValueError(
+            "context parallelism: attn_mask_type arbitrary without an attention mask, which packed "
+            "sequences never have: use causal or no_mask"
+        )
+    window = self.scale_mask_softmax.window_size
+    how: dict[str, Any] = {"causal": "causal" in kind, "window": window and tuple(window)}
+    if packed_seq_params is not None:
+        how["starts"] = _starts(packed_seq_params, how["causal"])
+    elif groups is not None and attention_mask is not None:
+        how["documents"] = documents_of(attention_mask, groups, causal=how["causal"])
+    whole = Attention(
+        scale_of(self),
+        kernel=layer.attention is not None,
+        offset=self.softmax_offset,
+        **dropout_of(self, query.device),
+    )
+    ring = ring_settings().of_layer(self.layer_number)
+    if by_batch and groups is not None:  # of any size
+        ring = replace(ring, window=math.gcd(ring.window, groups.ranks_by_keys))
+    if layer.attention is not None:
+        value = values_apart(query, key, value, self.config)
+    if groups is None:
+        part = Part(how["causal"], how["window"], how["starts"], how["starts"])
+        return whole(query, key, value, part).flatten(-2)
+    return context_attention(whole, query, key, value, groups, ring=ring, **how).flatten(-2)
 
 
 def _groups_now(module: Any, packed: Any) -> ContextGroups | None:
@@ -439,16 +432,6 @@ FEATURE = Feature(
             target=f"{_ATTENTION}.forward",
             replacement=f"{_HERE}:attend_over_ranks",
             how="wrap",
-            expects=(
-                "self",
-                "query",
-                "key",
-                "value",
-                "attention_mask",
-                "attn_mask_type",
-                "attention_bias",
-                "packed_seq_params",
-            ),
             why="Upstream's attention knows the keys of its own rank alone.",
         ),
     ),

@@ -13,7 +13,6 @@ Pinned buffers are always kept for the next iteration, and two layers are on the
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from accel.feature import Context, Feature
 from accel.memory.swap import MIN_BYTES, Chain, Swap
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE, te_serves
 
 __all__ = ["OffloadedLayers", "get_cpu_offload_context"]
@@ -96,16 +95,13 @@ def get_cpu_offload_context(
     return OffloadedLayers(num_layers if activation_offloading else 0), None
 
 
-def ending_with_the_block(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def forward_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return forward(self, *args, **kwargs)
-        finally:
-            if isinstance(self.offload_context, OffloadedLayers):
-                self.offload_context.end()
-
-    return forward_
+@around
+def ending_with_the_block(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return forward(self, *args, **kwargs)
+    finally:
+        if isinstance(self.offload_context, OffloadedLayers):
+            self.offload_context.end()
 
 
 def _prepare(context: Context) -> list[str]:

@@ -9,7 +9,6 @@ device seeds the generator. The draws are not those of the device that saved it;
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from accel.device.cpu.generators import seed_of
 from accel.feature import Feature
 from accel.log import log_once
 from accel.patches._settings import idle_without
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 
@@ -43,29 +42,23 @@ def taken_here(state: Any) -> Any:
         torch.cuda.set_rng_state(before)
 
 
-def setting_states(upstream: Callable[[Any, dict[str, Any]], None]) -> Callable[..., None]:
+@around
+def setting_states(
+    upstream: Callable[[Any, dict[str, Any]], None], self: Any, states: dict[str, Any]
+) -> None:
     """Wraps ``CudaRNGStatesTracker.set_states``."""
-
-    @functools.wraps(upstream)
-    def set_states(self: Any, states: dict[str, Any]) -> None:
-        upstream(self, {name: taken_here(state) for name, state in states.items()})
-
-    return set_states
+    upstream(self, {name: taken_here(state) for name, state in states.items()})
 
 
-def reading_states(upstream: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def reading_states(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps ``_load_base_checkpoint``."""
-
-    @functools.wraps(upstream)
-    def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        found = upstream(*args, **kwargs)
-        for states in _random_states(found[0]):
-            states["cuda_rng_state"] = taken_here(states["cuda_rng_state"])
-            of_kinds = states.get("rng_tracker_states") or {}
-            states["rng_tracker_states"] = {n: taken_here(s) for n, s in of_kinds.items()}
-        return found
-
-    return _load_base_checkpoint
+    found = upstream(*args, **kwargs)
+    for states in _random_states(found[0]):
+        states["cuda_rng_state"] = taken_here(states["cuda_rng_state"])
+        of_kinds = states.get("rng_tracker_states") or {}
+        states["rng_tracker_states"] = {n: taken_here(s) for n, s in of_kinds.items()}
+    return found
 
 
 def _random_states(loaded: Any) -> Iterator[dict[str, Any]]:
@@ -92,7 +85,6 @@ FEATURE = Feature(
             target="megatron.core.tensor_parallel.random:CudaRNGStatesTracker.set_states",
             replacement="accel.patches.cuda_rng_states:setting_states",
             how="wrap",
-            expects=("self", "states"),
             why="Upstream hands it the states of any device, and the generator raises.",
         ),
         Patch(

@@ -8,12 +8,11 @@ Megatron from PyPI exits with status 1 before training. With this, ``make`` runs
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable
 
 from accel.feature import Feature
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 FEATURE = Feature(
@@ -27,17 +26,13 @@ FEATURE = Feature(
             target="megatron.core.datasets.utils:compile_helpers",
             replacement="accel.patches.dataset_helpers:unless_built",
             how="wrap",
-            expects=(),
             why="A wheel brings helpers_cpp compiled but no Makefile, and the failing make ends the program.",
         ),
     ),
 )
 
 
-def unless_built(compile_helpers: Callable[[], None]) -> Callable[[], None]:
-    @functools.wraps(compile_helpers)
-    def compile_if_missing() -> None:
-        if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
-            compile_helpers()
-
-    return compile_if_missing
+@around
+def unless_built(compile_helpers: Callable[[], None]) -> None:
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        compile_helpers()

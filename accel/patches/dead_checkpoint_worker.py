@@ -11,7 +11,6 @@ to it, for want of open files or of /dev/shm, is an error too: Python's queue pr
 
 from __future__ import annotations
 
-import functools
 import signal
 import threading
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Any
 
 from accel.feature import Feature
 from accel.patches.checkpoint_worker import idle
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 _CALLER = "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller"
@@ -102,62 +101,58 @@ def check(worker: BaseProcess) -> None:
         raise CheckpointWorkerDied(worker)
 
 
-def to_a_living_worker(schedule: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(schedule)
-    def schedule_async_call(self: Any, async_req: Any) -> None:
-        import torch.distributed as dist
+@around
+def to_a_living_worker(schedule: Callable[..., None], self: Any, async_req: Any) -> None:
+    import torch.distributed as dist
 
-        if async_req.async_fn is None:
-            return schedule(self, async_req)
-        if self.process is None:
-            self.process = self._get_process(dist.get_rank())
+    if async_req.async_fn is None:
+        return schedule(self, async_req)
+    if self.process is None:
+        self.process = self._get_process(dist.get_rank())
+    check(self.process)
+    unsent = _Unsent.of(self._persistent_queue)
+    self._persistent_preload_q = _Watched(self._persistent_preload_q, self.process, unsent)
+    try:
+        schedule(self, async_req)
+    finally:
+        del self._persistent_preload_q  # the class has upstream's
+    return None
+
+
+@around
+def or_dead(
+    is_current_async_call_done: Callable[..., bool],
+    self: Any,
+    blocking: bool = False,
+    no_dist: bool = False,
+) -> bool:
+    while self.process and self.cur_item is None:
+        _Unsent.of(self._persistent_queue).check()
+        alive = self.process.is_alive()  # before the look: it may write, and then end
+        try:
+            self.cur_item = self._persistent_comp_q.get(timeout=SECONDS if blocking else 0)
+        except Empty:
+            if not alive:
+                raise CheckpointWorkerDied(self.process) from None
+            if not blocking:
+                break
+    return is_current_async_call_done(self, blocking, no_dist)
+
+
+@around
+def of_a_dead_worker_too(close: Callable[..., None], self: Any, abort: bool = False) -> None:
+    if abort or not self.process:
+        return close(self, abort)
+    queue = self._persistent_queue
+    self._persistent_queue = _Watched(queue, self.process, _Unsent.of(queue))
+    try:
         check(self.process)
-        unsent = _Unsent.of(self._persistent_queue)
-        self._persistent_preload_q = _Watched(self._persistent_preload_q, self.process, unsent)
-        try:
-            schedule(self, async_req)
-        finally:
-            del self._persistent_preload_q  # the class has upstream's
-        return None
-
-    return schedule_async_call
-
-
-def or_dead(is_current_async_call_done: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(is_current_async_call_done)
-    def is_done(self: Any, blocking: bool = False, no_dist: bool = False) -> bool:
-        while self.process and self.cur_item is None:
-            _Unsent.of(self._persistent_queue).check()
-            alive = self.process.is_alive()  # before the look: it may write, and then end
-            try:
-                self.cur_item = self._persistent_comp_q.get(timeout=SECONDS if blocking else 0)
-            except Empty:
-                if not alive:
-                    raise CheckpointWorkerDied(self.process) from None
-                if not blocking:
-                    break
-        return is_current_async_call_done(self, blocking, no_dist)
-
-    return is_done
-
-
-def of_a_dead_worker_too(close: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(close)
-    def closed(self: Any, abort: bool = False) -> None:
-        if abort or not self.process:
-            return close(self, abort)
-        queue = self._persistent_queue
-        self._persistent_queue = _Watched(queue, self.process, _Unsent.of(queue))
-        try:
-            check(self.process)
-            close(self)
-        except (CheckpointWorkerDied, CheckpointNotSent):
-            close(self, abort=True)  # whoever asked for a checkpoint has heard of it
-        finally:
-            del self._persistent_queue
-        return None
-
-    return closed
+        close(self)
+    except (CheckpointWorkerDied, CheckpointNotSent):
+        close(self, abort=True)  # whoever asked for a checkpoint has heard of it
+    finally:
+        del self._persistent_queue
+    return None
 
 
 FEATURE = Feature(
@@ -172,21 +167,18 @@ FEATURE = Feature(
             target=f"{_CALLER}.schedule_async_call",
             replacement=f"{_HERE}:to_a_living_worker",
             how="wrap",
-            expects=("self", "async_req"),
             why="Upstream waits for the worker's copy of the tensors for ever.",
         ),
         Patch(
             target=f"{_CALLER}.is_current_async_call_done",
             replacement=f"{_HERE}:or_dead",
             how="wrap",
-            expects=("self", "blocking", "no_dist"),
             why="Upstream takes a worker that says nothing for one that writes.",
         ),
         Patch(
             target=f"{_CALLER}.close",
             replacement=f"{_HERE}:of_a_dead_worker_too",
             how="wrap",
-            expects=("self", "abort"),
             why="Upstream waits for its answer at the end of the program.",
         ),
     ),

@@ -31,7 +31,7 @@ from torch.nn import Parameter
 
 from accel.feature import Context, Feature
 from accel.parallel import linear
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 _HERE = "accel.patches.defer_embedding_wgrad"
@@ -60,91 +60,80 @@ class Nothing(list[Tensor]):
         pass
 
 
-def with_a_list(upstream: Callable[..., None]) -> Callable[..., None]:
+@around
+def with_a_list(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Wraps ``ColumnParallelLinear.__init__``."""
-
-    @functools.wraps(upstream)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        upstream(self, *args, **kwargs)
-        if not self.config.defer_embedding_wgrad_compute:
-            return
-        # where no command line has switched it off
-        if getattr(self.config, "mtp_num_layers", None):
-            raise ValueError(
-                f"defer_embedding_wgrad_compute=True with mtp_num_layers={self.config.mtp_num_layers}: "
-                "upstream adds the output layer's gradient to another weight; set it to False"
-            )
-        if self.embedding_activation_buffer is None:
-            self.embedding_activation_buffer = Nothing()
-        elif self.weight is not None:
-            setattr(self.weight, _ATTRIBUTE, Deferred(self.grad_output_buffer))
-
-    return __init__
-
-
-def keeping_for_a_backward_pass(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``ColumnParallelLinear.forward``."""
-
-    @functools.wraps(upstream)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kept = self.embedding_activation_buffer
-        if kept is None or torch.is_grad_enabled():
-            return upstream(self, *args, **kwargs)
+    upstream(self, *args, **kwargs)
+    if not self.config.defer_embedding_wgrad_compute:
+        return
+    # where no command line has switched it off
+    if getattr(self.config, "mtp_num_layers", None):
+        raise ValueError(
+            f"defer_embedding_wgrad_compute=True with mtp_num_layers={self.config.mtp_num_layers}: "
+            "upstream adds the output layer's gradient to another weight; set it to False"
+        )
+    if self.embedding_activation_buffer is None:
         self.embedding_activation_buffer = Nothing()
-        try:
-            return upstream(self, *args, **kwargs)
-        finally:
-            self.embedding_activation_buffer = kept
-
-    return forward
+    elif self.weight is not None:
+        setattr(self.weight, _ATTRIBUTE, Deferred(self.grad_output_buffer))
 
 
-def when_all_are_there(upstream: Callable[..., None]) -> Callable[..., None]:
+@around
+def keeping_for_a_backward_pass(
+    upstream: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Wraps ``ColumnParallelLinear.forward``."""
+    kept = self.embedding_activation_buffer
+    if kept is None or torch.is_grad_enabled():
+        return upstream(self, *args, **kwargs)
+    self.embedding_activation_buffer = Nothing()
+    try:
+        return upstream(self, *args, **kwargs)
+    finally:
+        self.embedding_activation_buffer = kept
+
+
+@around
+def when_all_are_there(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Wraps ``_ParamAndGradBucketGroup.start_grad_sync``."""
-
-    @functools.wraps(upstream)
-    def start(self: Any, *args: Any, **kwargs: Any) -> None:
-        reduce = functools.partial(upstream, self, *args, **kwargs)
-        for deferred in filter(None, map(Deferred.of, self.params)):
-            if deferred.gradients:
-                deferred.reduction = reduce
-                return
-        reduce()
-
-    return start
+    reduce = functools.partial(upstream, self, *args, **kwargs)
+    for deferred in filter(None, map(Deferred.of, self.params)):
+        if deferred.gradients:
+            deferred.reduction = reduce
+            return
+    reduce()
 
 
-def with_its_gradients(upstream: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def with_its_gradients(upstream: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps ``clear_embedding_activation_buffer``, which a step begins with."""
-
-    @functools.wraps(upstream)
-    def clear(*args: Any, **kwargs: Any) -> Any:
-        module = upstream(*args, **kwargs)
-        weights = () if module is None else module.parameters()
-        for deferred in filter(None, map(Deferred.of, weights)):
-            deferred.gradients.clear()
-            deferred.reduction = None
-        return module
-
-    return clear
+    module = upstream(*args, **kwargs)
+    weights = () if module is None else module.parameters()
+    for deferred in filter(None, map(Deferred.of, weights)):
+        deferred.gradients.clear()
+        deferred.reduction = None
+    return module
 
 
-def then_reducing(upstream: Callable[..., None]) -> Callable[..., None]:
+@around
+@torch.no_grad()  # as in the backward pass, where reductions begin else
+def then_reducing(
+    upstream: Callable[..., None],
+    config: Any,
+    inputs: Any,
+    gradients: Any,
+    weight: Parameter,
+    tp_group: Any,
+) -> None:
     """Wraps ``drain_embedding_wgrad_compute``."""
-
-    @functools.wraps(upstream)
-    @torch.no_grad()  # as in the backward pass, where reductions begin else
-    def drain(config: Any, inputs: Any, gradients: Any, weight: Parameter, tp_group: Any) -> None:
-        if len(inputs) == len(gradients) == 1:
-            _accumulate(config, inputs.pop(), gradients.pop(), weight, tp_group)
-        else:
-            upstream(config, inputs, gradients, weight, tp_group)
-        deferred = Deferred.of(weight)
-        if deferred is not None and deferred.reduction is not None:
-            deferred.reduction()
-            deferred.reduction = None
-
-    return drain
+    if len(inputs) == len(gradients) == 1:
+        _accumulate(config, inputs.pop(), gradients.pop(), weight, tp_group)
+    else:
+        upstream(config, inputs, gradients, weight, tp_group)
+    deferred = Deferred.of(weight)
+    if deferred is not None and deferred.reduction is not None:
+        deferred.reduction()
+        deferred.reduction = None
 
 
 def _accumulate(config: Any, x: Tensor, dy: Tensor, weight: Any, tp_group: Any) -> None:
