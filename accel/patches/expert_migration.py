@@ -20,7 +20,6 @@ parameters, FSDP, offloaded, layer-wise or other optimizers than Adam, or CUDA g
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +42,7 @@ from accel.patches._settings import (
     one_expert_rank,
     whole_number,
 )
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.slot import Slot
 from accel.start_up import say
 from accel.upstream import SUPPORTED_RANGE, flag_of
@@ -95,34 +94,31 @@ class Migration:
 ON = Slot[Migration]()
 
 
-def migrating(train_step: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def migrating(
+    train_step: Callable[..., Any],
+    forward_step_func: Any,
+    data_iterator: Any,
+    model: Any,
+    optimizer: Any,
+    *rest: Any,
+    **more: Any,
+) -> Any:
     """``train_step(forward_step_func, data_iterator, model, optimizer, ...)``."""
+    from megatron.training import get_args
 
-    @functools.wraps(train_step)
-    def train_step_(
-        forward_step_func: Any,
-        data_iterator: Any,
-        model: Any,
-        optimizer: Any,
-        *rest: Any,
-        **more: Any,
-    ) -> Any:
-        from megatron.training import get_args
-
-        migration, args = ON.value, get_args()
-        if migration.states is None:
-            migration.states = ParamStates(model, optimizer)
-            for _, layer in _moe_layers(model):
-                _params_of(layer.experts, 0)
-        result = train_step(forward_step_func, data_iterator, model, optimizer, *rest, **more)
-        if (args.curr_iteration + 1) % migration.every == 0:
-            orders = migration.orders(of_all_ranks(migration.recorder, args))
-            migration.recorder.clear()
-            if orders:
-                migrate(model, migration.states, orders)
-        return result
-
-    return train_step_
+    migration, args = ON.value, get_args()
+    if migration.states is None:
+        migration.states = ParamStates(model, optimizer)
+        for _, layer in _moe_layers(model):
+            _params_of(layer.experts, 0)
+    result = train_step(forward_step_func, data_iterator, model, optimizer, *rest, **more)
+    if (args.curr_iteration + 1) % migration.every == 0:
+        orders = migration.orders(of_all_ranks(migration.recorder, args))
+        migration.recorder.clear()
+        if orders:
+            migrate(model, migration.states, orders)
+    return result
 
 
 @torch.no_grad()

@@ -9,36 +9,31 @@ stepped: numbers are those without the flag.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from accel.feature import Feature
 from accel.patches._settings import idle_without
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 _FLAG = "overlap_param_gather_with_optimizer_step"
 
 
-def experts_last(upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
+@around
+def experts_last(upstream: Callable[[Any], bool], self: Any) -> bool:
     """Wraps ``ChainedOptimizer.step_with_ready_grads``."""
-
-    @functools.wraps(upstream)
-    def step_with_ready_grads(self: Any) -> bool:
-        if not getattr(self.config, _FLAG, False):
-            return upstream(self)
-        (chunk,) = self.chained_optimizers[0].model_chunks
-        experts, chunk.expert_parallel_bucket_groups = chunk.expert_parallel_bucket_groups, []
-        try:
-            success = upstream(self)
-        finally:
-            chunk.expert_parallel_bucket_groups = experts
-        for group in experts:
-            group.start_param_sync()
-        return success
-
-    return step_with_ready_grads
+    if not getattr(self.config, _FLAG, False):
+        return upstream(self)
+    (chunk,) = self.chained_optimizers[0].model_chunks
+    experts, chunk.expert_parallel_bucket_groups = chunk.expert_parallel_bucket_groups, []
+    try:
+        success = upstream(self)
+    finally:
+        chunk.expert_parallel_bucket_groups = experts
+    for group in experts:
+        group.start_param_sync()
+    return success
 
 
 FEATURE = Feature(
@@ -53,7 +48,6 @@ FEATURE = Feature(
             target="megatron.core.optimizer.optimizer:ChainedOptimizer.step_with_ready_grads",
             replacement="accel.patches.expert_param_gather:experts_last",
             how="wrap",
-            expects=("self",),
             why="Upstream gathers the first chunk's experts before their optimizer has stepped.",
         ),
     ),

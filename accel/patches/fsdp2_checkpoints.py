@@ -17,7 +17,6 @@ experts so, nor what the ranks cannot share out evenly: that is an error here, w
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -26,21 +25,19 @@ from torch import Tensor
 
 from accel.feature import Feature
 from accel.patches._settings import idle_without
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 _HERE = "accel.patches.fsdp2_checkpoints"
 _SKIPPED = "skip_load_to_model_and_opt"
 
 
-def by_held_shards(upstream: Callable[..., dict[int, int]]) -> Callable[..., dict[int, int]]:
+@around
+def by_held_shards(
+    upstream: Callable[..., dict[int, int]], optim_params_iter: Iterable[Tensor]
+) -> dict[int, int]:
     """Wraps ``get_optim_param_to_id_map``."""
-
-    @functools.wraps(upstream)
-    def get_optim_param_to_id_map(optim_params_iter: Iterable[Tensor]) -> dict[int, int]:
-        return upstream(map(_held, optim_params_iter))
-
-    return get_optim_param_to_id_map
+    return upstream(map(_held, optim_params_iter))
 
 
 def _held(param: Tensor) -> Tensor:
@@ -59,31 +56,25 @@ def _held(param: Tensor) -> Tensor:
     return held
 
 
-def with_optimizers(upstream: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def with_optimizers(
+    upstream: Callable[..., Any], ddp_model: Any, *args: Any, **options: Any
+) -> Any:
     """Wraps ``load_checkpoint``."""
+    from megatron.core.distributed.torch_fully_sharded_data_parallel import (
+        TorchFullyShardedDataParallel,
+    )
 
-    @functools.wraps(upstream)
-    def load_checkpoint(ddp_model: Any, *args: Any, **options: Any) -> Any:
-        from megatron.core.distributed.torch_fully_sharded_data_parallel import (
-            TorchFullyShardedDataParallel,
-        )
-
-        # whose `load_state_dict` does nothing: the weights are in their places by then
-        if all(isinstance(chunk, TorchFullyShardedDataParallel) for chunk in ddp_model):
-            options = {name: value for name, value in options.items() if name != _SKIPPED}
-        return upstream(ddp_model, *args, **options)
-
-    return load_checkpoint
+    # whose `load_state_dict` does nothing: the weights are in their places by then
+    if all(isinstance(chunk, TorchFullyShardedDataParallel) for chunk in ddp_model):
+        options = {name: value for name, value in options.items() if name != _SKIPPED}
+    return upstream(ddp_model, *args, **options)
 
 
-def into_held_shards(upstream: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+@around
+def into_held_shards(upstream: Callable[[Any, Any], None], self: Any, state_dict: Any) -> None:
     """Wraps ``load_state_dict`` of the optimizers that are not distributed."""
-
-    @functools.wraps(upstream)
-    def load_state_dict(self: Any, state_dict: Any) -> None:
-        upstream(self, _as_held(self, state_dict))
-
-    return load_state_dict
+    upstream(self, _as_held(self, state_dict))
 
 
 @torch.no_grad()
@@ -137,7 +128,6 @@ FEATURE = Feature(
             target="megatron.core.dist_checkpointing.optimizer:get_optim_param_to_id_map",
             replacement=f"{_HERE}:by_held_shards",
             how="wrap",
-            expects=("optim_params_iter",),
             why="Upstream knows parameters by their local shards, of which torch makes a new view each time.",
         ),
         Patch(
@@ -151,7 +141,6 @@ FEATURE = Feature(
                 target=f"megatron.core.optimizer.optimizer:{optimizer}.load_state_dict",
                 replacement=f"{_HERE}:into_held_shards",
                 how="wrap",
-                expects=("self", "state_dict"),
                 why="What is loaded are local shards, which an optimizer of distributed tensors cannot take.",
             )
             for optimizer in ("Float16OptimizerWithFloat16Params", "FP32Optimizer")

@@ -16,7 +16,6 @@ gradients upstream does not sum at all.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,28 +23,24 @@ import torch
 
 from accel.feature import Feature
 from accel.patches._settings import idle_without
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 
-def with_sums_kept(upstream: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+@around
+def with_sums_kept(upstream: Callable[[Any, Any], None], self: Any, scaling_factor: Any) -> None:
     """Wraps ``ParamAndGradBuffer.scale_gradients``."""
-
-    @functools.wraps(upstream)
-    def scale_gradients(self: Any, scaling_factor: Any) -> None:
-        whole = self.bucketing_policy.data_parallel_sharding_strategy == "no_shard"
-        for name, parameter in self.optimizer_named_parameters:
-            grad, original = parameter.grad, parameter.orig_param
-            if not _is_summed(name, (parameter, original)):
-                continue
-            buffer = self.parameter_groups[self.param_to_param_group[original]].main_grad_buffer
-            if grad is None or buffer is None:
-                continue
-            kept = buffer.get_item(buffer.param_idx[original], only_shard=not whole)
-            write_back(getattr(grad, "_local_tensor", grad), kept)
-        upstream(self, scaling_factor)
-
-    return scale_gradients
+    whole = self.bucketing_policy.data_parallel_sharding_strategy == "no_shard"
+    for name, parameter in self.optimizer_named_parameters:
+        grad, original = parameter.grad, parameter.orig_param
+        if not _is_summed(name, (parameter, original)):
+            continue
+        buffer = self.parameter_groups[self.param_to_param_group[original]].main_grad_buffer
+        if grad is None or buffer is None:
+            continue
+        kept = buffer.get_item(buffer.param_idx[original], only_shard=not whole)
+        write_back(getattr(grad, "_local_tensor", grad), kept)
+    upstream(self, scaling_factor)
 
 
 def _is_summed(name: str, parameters: tuple[Any, Any]) -> bool:
@@ -78,7 +73,6 @@ FEATURE = Feature(
             ),
             replacement="accel.patches.fsdp_replicated_grads:with_sums_kept",
             how="wrap",
-            expects=("self", "scaling_factor"),
             why="Upstream makes gradients again from those before the sums over tensor-parallel ranks.",
         ),
     ),

@@ -36,7 +36,7 @@ from accel.ops import scale as scale_all
 from accel.ops._dispatch import log_fallback
 from accel.patches._inner_masters import CLIPPING, want
 from accel.patches._kernels import kernels
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, fused_adam_installed
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
@@ -59,21 +59,18 @@ FEATURE = Feature(
             target=f"{_OPTIMIZER}:MegatronOptimizer.__init__",
             replacement=f"{_HERE}:with_fused_step",
             how="wrap",
-            expects=("self", "optimizer", "config", "init_state_fn"),
             why="Every Megatron optimizer takes its torch optimizer here, before it looks at it.",
         ),
         Patch(
             target=f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
             replacement=f"{_HERE}:writing_model_params",
             how="wrap",
-            expects=("self",),
             why="The step is told where the weights of the model are, and writes them in its pass.",
         ),
         Patch(
             target=f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params",
             replacement=f"{_HERE}:copying_what_is_left",
             how="wrap",
-            expects=("self",),
             sources=dict.fromkeys(SUPPORTED_MEGATRON, "6c28b071f2b1"),
             why="The step has written the weights of the model already.",
         ),
@@ -81,7 +78,6 @@ FEATURE = Feature(
             target=f"{_DISTRIBUTED}._copy_main_params_to_model_params",
             replacement=f"{_HERE}:copying_what_is_left",
             how="wrap",
-            expects=("self",),
             sources={"0.17.1": "31e81288f3fe", "0.18.2": "4a9ee74491d2", "0.19.2": "4a9ee74491d2"},
             why="The step has written this rank's shards of the model's weights already.",
         ),
@@ -89,7 +85,6 @@ FEATURE = Feature(
             target="megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
             replacement=f"{_HERE}:clipping_in_the_step",
             how="wrap",
-            expects=("parameters", "max_norm", "total_norm", "use_decoupled_grad"),
             sources={"0.17.1": "90a7d6c8eb50", "0.18.2": "cf07b488fb76", "0.19.2": "cf07b488fb76"},
             why="A step that scales what it reads needs no pass of its own for that.",
         ),
@@ -190,16 +185,17 @@ def unsupported_reason(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def with_fused_step(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def init_(
-        self: Any, optimizer: Any, config: Any, init_state_fn: Callable = lambda x: None
-    ) -> None:
-        if isinstance(optimizer, torch.optim.Adam) or (optimizer and config.optimizer == "adam"):
-            _fuse(optimizer)
-        init(self, optimizer, config, init_state_fn)
-
-    return init_
+@around
+def with_fused_step(
+    init: Callable[..., None],
+    self: Any,
+    optimizer: Any,
+    config: Any,
+    init_state_fn: Callable = lambda x: None,
+) -> None:
+    if isinstance(optimizer, torch.optim.Adam) or (optimizer and config.optimizer == "adam"):
+        _fuse(optimizer)
+    init(self, optimizer, config, init_state_fn)
 
 
 def _fuse(optimizer: Any) -> None:
@@ -215,38 +211,31 @@ def _fuse(optimizer: Any) -> None:
     optimizer.can_clip_in_step()
 
 
-def writing_model_params(step: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    @functools.wraps(step)
-    def step_(self: Any) -> bool:
-        if not isinstance(self.optimizer, _OnePassStep) or not _copies_are_plain(self):
-            return step(self)
-        self.optimizer.model_copies = {
-            main.data_ptr(): copy
-            for main, copy in _main_and_model_params(self)
-            if main.numel() and main.data_ptr() != copy.data_ptr()
-        }
-        try:
-            return step(self)
-        finally:
-            self.optimizer.model_copies = {}
-
-    return step_
+@around
+def writing_model_params(step: Callable[[Any], bool], self: Any) -> bool:
+    if not isinstance(self.optimizer, _OnePassStep) or not _copies_are_plain(self):
+        return step(self)
+    self.optimizer.model_copies = {
+        main.data_ptr(): copy
+        for main, copy in _main_and_model_params(self)
+        if main.numel() and main.data_ptr() != copy.data_ptr()
+    }
+    try:
+        return step(self)
+    finally:
+        self.optimizer.model_copies = {}
 
 
-def copying_what_is_left(copy: Callable[[Any], None]) -> Callable[[Any], None]:
+@around
+def copying_what_is_left(copy: Callable[[Any], None], self: Any) -> None:
     """After a step that wrote the model's weights: only those without a gradient, which it left out."""
-
-    @functools.wraps(copy)
-    def copy_(self: Any) -> None:
-        copies = getattr(self.optimizer, "model_copies", None)
-        if not copies:
-            return copy(self)
-        for group in self.optimizer.param_groups:
-            for main in group["params"]:
-                if main.grad is None and main.data_ptr() in copies:
-                    copies[main.data_ptr()].copy_(main)
-
-    return copy_
+    copies = getattr(self.optimizer, "model_copies", None)
+    if not copies:
+        return copy(self)
+    for group in self.optimizer.param_groups:
+        for main in group["params"]:
+            if main.grad is None and main.data_ptr() in copies:
+                copies[main.data_ptr()].copy_(main)
 
 
 def _copies_are_plain(self: Any) -> bool:
@@ -279,34 +268,29 @@ def _main_and_model_params(self: Any) -> Iterator[tuple[Tensor, Tensor]]:
                 yield main, data.view(-1)[shard.start : shard.end]
 
 
-def clipping_in_the_step(clip: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(clip)
-    def clip_(
-        parameters: Any, max_norm: float, total_norm: Any, use_decoupled_grad: bool = False
-    ) -> None:
-        if isinstance(parameters, list):
-            coefficient = max_norm / (total_norm + 1.0e-6)
-            if isinstance(
-                coefficient, Tensor
-            ):  # Transformer Engine's norm, which nobody has read yet
-                coefficient = coefficient.clamp(max=1.0)
-            if clip_in_step(parameters, coefficient, use_decoupled_grad):
-                return
-        clip(parameters, max_norm, total_norm, use_decoupled_grad)
+@around
+def clipping_in_the_step(
+    clip: Callable[..., None],
+    parameters: Any,
+    max_norm: float,
+    total_norm: Any,
+    use_decoupled_grad: bool = False,
+) -> None:
+    if isinstance(parameters, list):
+        coefficient = max_norm / (total_norm + 1.0e-6)
+        if isinstance(coefficient, Tensor):  # Transformer Engine's norm, which nobody has read yet
+            coefficient = coefficient.clamp(max=1.0)
+        if clip_in_step(parameters, coefficient, use_decoupled_grad):
+            return
+    clip(parameters, max_norm, total_norm, use_decoupled_grad)
 
-    return clip_
 
-
-def clipped_before(grads: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def clipped_before(grads: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """For a program that clips by a number of its own before the step, which clips by Megatron's."""
-
-    @functools.wraps(grads)
-    def grads_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.optimizer, ClipsInStep):
-            self.optimizer.clip_now()
-        return grads(self, *args, **kwargs)
-
-    return grads_
+    if isinstance(self.optimizer, ClipsInStep):
+        self.optimizer.clip_now()
+    return grads(self, *args, **kwargs)
 
 
 def multi_tensor_l2_norm(

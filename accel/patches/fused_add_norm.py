@@ -22,7 +22,6 @@ what comes past the norm.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +33,7 @@ from accel.log import log_once
 from accel.patches._kernels import kernels
 from accel.patches._layers import MAMBA_LAYER, TRANSFORMER_LAYER
 from accel.patches._settings import first_given
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.slot import Slot
 from accel.upstream import SUPPORTED_RANGE, flag_of, te_serves
 
@@ -69,52 +68,45 @@ class AddThenNorm:
         return add
 
 
-def with_sums(init: Callable[..., None]) -> Callable[..., None]:
+@around
+def with_sums(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Wraps a layer's ``__init__``."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-
-        init(self, *args, **kwargs)
-        if reason := _unfit(self.config):
-            log_once("fused_add_norm", f"sums and norms are computed apart: {reason}")
-            return
-        for name in SUMS:
-            if hasattr(self, name) and getattr(self, name) is get_bias_dropout_add:
-                setattr(self, name, AddThenNorm(get_bias_dropout_add))
-
-    return __init__
+    init(self, *args, **kwargs)
+    if reason := _unfit(self.config):
+        log_once("fused_add_norm", f"sums and norms are computed apart: {reason}")
+        return
+    for name in SUMS:
+        if hasattr(self, name) and getattr(self, name) is get_bias_dropout_add:
+            setattr(self, name, AddThenNorm(get_bias_dropout_add))
 
 
-def gathering_late(upstream: Callable[..., None]) -> Callable[..., None]:
+@around
+def gathering_late(upstream: Callable[..., None], self: Any) -> None:
     """Wraps ``DistributedDataParallel.enable_forward_pre_hook``: a weight comes when its own module runs."""
-
-    @functools.wraps(upstream)
-    def enable(self: Any) -> None:
-        if _ON:
-            log_once(
-                "fused_add_norm",
-                "sums and norms are computed apart: parameters are gathered beside the forward pass",
-            )
-        for param in self.module.parameters():
-            setattr(param, GATHERED_LATE, True)
-        upstream(self)
-
-    return enable
+    if _ON:
+        log_once(
+            "fused_add_norm",
+            "sums and norms are computed apart: parameters are gathered beside the forward pass",
+        )
+    for param in self.module.parameters():
+        setattr(param, GATHERED_LATE, True)
+    upstream(self)
 
 
-def finding_it(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@around
+def finding_it(
+    original: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-5,
+    *,
+    zero_centered: bool = False,
+) -> Tensor:
     """Wraps ``rms_norm``."""
-
-    @functools.wraps(original)
-    def rms_norm(
-        x: Tensor, weight: Tensor, eps: float = 1e-5, *, zero_centered: bool = False
-    ) -> Tensor:
-        found = norm_of(x, weight, eps, zero_centered)
-        return original(x, weight, eps, zero_centered=zero_centered) if found is None else found
-
-    return rms_norm
+    found = norm_of(x, weight, eps, zero_centered)
+    return original(x, weight, eps, zero_centered=zero_centered) if found is None else found
 
 
 def _refuses(context: Context) -> str | None:
@@ -179,14 +171,12 @@ FEATURE = Feature(
             "enable_forward_pre_hook",
             replacement=f"{_HERE}:gathering_late",
             how="wrap",
-            expects=("self",),
             why="A weight that is gathered when its module runs is not there when the sum is computed.",
         ),
         Patch(
             target="accel.layers.norm:rms_norm",
             replacement=f"{_HERE}:finding_it",
             how="wrap",
-            expects=("x", "weight", "eps", "zero_centered"),
             why="What was computed with its input is not computed again.",
         ),
     ),

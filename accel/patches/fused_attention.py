@@ -33,7 +33,6 @@ pass over the result more; in the backward a learnable one takes another.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -49,58 +48,54 @@ from accel.ops._dispatch import log_fallback
 from accel.ops.attention import unsupported_reason
 from accel.patches._attention import dropout_of, scale_of
 from accel.patches._kernels import kernels
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, te_has_its_own, te_installed
 
 logger = logging.getLogger(__name__)
 
 
-def forward_fused(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(original)
-    def forward(
-        self: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> Tensor:
-        if self.config.attention_backend.name == "unfused":
-            return original(
-                self,
-                query,
-                key,
-                value,
-                attention_mask,
-                attn_mask_type,
-                attention_bias,
-                packed_seq_params,
-            )
-        options, reason = _options(
-            self, query, key, attention_mask, attn_mask_type, packed_seq_params
+@around
+def forward_fused(
+    original: Callable[..., Tensor],
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    attn_mask_type: Any = None,
+    attention_bias: Tensor | None = None,
+    packed_seq_params: Any = None,
+) -> Tensor:
+    if self.config.attention_backend.name == "unfused":
+        return original(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            attn_mask_type,
+            attention_bias,
+            packed_seq_params,
         )
-        scale = scale_of(self)
-        reason = reason or _unserved(self, query, value, scale, attention_bias)
-        if reason is not None:
-            log_fallback("attention", reason)
-            return original(
-                self,
-                query,
-                key,
-                value,
-                attention_mask,
-                attn_mask_type,
-                attention_bias,
-                packed_seq_params,
-            )
-        value = values_apart(query, key, value, self.config)
-        options |= {"softmax_scale": scale, "offset": self.softmax_offset}
-        out, _ = attention(query, key, value, **options, **dropout_of(self, query.device))
-        return out.flatten(-2)
-
-    return forward
+    options, reason = _options(self, query, key, attention_mask, attn_mask_type, packed_seq_params)
+    scale = scale_of(self)
+    reason = reason or _unserved(self, query, value, scale, attention_bias)
+    if reason is not None:
+        log_fallback("attention", reason)
+        return original(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            attn_mask_type,
+            attention_bias,
+            packed_seq_params,
+        )
+    value = values_apart(query, key, value, self.config)
+    options |= {"softmax_scale": scale, "offset": self.softmax_offset}
+    out, _ = attention(query, key, value, **options, **dropout_of(self, query.device))
+    return out.flatten(-2)
 
 
 def _unserved(
@@ -302,16 +297,6 @@ FEATURE = Feature(
             target="megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
             replacement="accel.patches.fused_attention:forward_fused",
             how="wrap",
-            expects=(
-                "self",
-                "query",
-                "key",
-                "value",
-                "attention_mask",
-                "attn_mask_type",
-                "attention_bias",
-                "packed_seq_params",
-            ),
             sources=dict.fromkeys(SUPPORTED_MEGATRON, "9965ba02d5a3"),
             why="Upstream stores several tensors of queries x keys for each head.",
         ),

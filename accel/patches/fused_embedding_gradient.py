@@ -19,7 +19,6 @@ looks up, and under ``--deterministic-mode``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,19 +30,15 @@ from accel.feature import Context, Feature
 from accel.ops._dispatch import log_fallback
 from accel.parallel.linear import main_grad_of, weight_gradient_added
 from accel.patches._linear import upstream_needed
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 
-def remembering_its_config(init: Callable[..., None]) -> Callable[..., None]:
+@around
+def remembering_its_config(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Wraps ``__init__``: 0.17's module keeps no configuration."""
-
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.accel_config = kwargs["config"]
-
-    return __init__
+    init(self, *args, **kwargs)
+    self.accel_config = kwargs["config"]
 
 
 class _Rows(torch.autograd.Function):
@@ -107,15 +102,12 @@ class _Lookup:
         return getattr(self._module, name)
 
 
-def into_main_grad(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    @functools.wraps(forward)
-    def forward_(self: Any, input_: Tensor) -> Tensor:
-        if not _is_served(self):
-            return forward(self, input_)
-        self.weight.zero_out_wgrad = True  # data parallelism adds what else the weight is used for
-        return forward(_Lookup(self), input_)
-
-    return forward_
+@around
+def into_main_grad(forward: Callable[[Any, Tensor], Tensor], self: Any, input_: Tensor) -> Tensor:
+    if not _is_served(self):
+        return forward(self, input_)
+    self.weight.zero_out_wgrad = True  # data parallelism adds what else the weight is used for
+    return forward(_Lookup(self), input_)
 
 
 def _is_served(module: Any) -> bool:
@@ -167,7 +159,6 @@ FEATURE = Feature(
             target="megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
             replacement="accel.patches.fused_embedding_gradient:into_main_grad",
             how="wrap",
-            expects=("self", "input_"),
             sources={"0.17.1": "cb42682f53de", "0.18.2": "e0352a53cd06", "0.19.2": "52b576ab270a"},
             why="Upstream makes a gradient of the whole vocabulary, and adds that to main_grad.",
         ),

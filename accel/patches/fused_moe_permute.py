@@ -13,7 +13,6 @@ with the flag where Transformer Engine is installed, and fp64.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,96 +27,87 @@ from accel.patches.moe_fusion import (
     fused_sort_chunks_by_index,
     fused_sort_chunks_by_index_with_probs,
 )
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE, te_kernel_for
 
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 
 
-def permute_with_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def permute_with_kernel(
+    original: Callable[..., Any],
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None = None,
+    num_out_tokens: int | Tensor | None = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+    tokens_per_expert: Tensor | None = None,
+    align_size: int = 0,
+) -> tuple[Tensor, Tensor | None, Tensor, None, Tensor | None]:
     """Wraps ``permute``; the sorted indices that come back are Megatron's own."""
-
-    @functools.wraps(original)
-    def permute(
-        tokens: Tensor,
-        routing_map: Tensor,
-        probs: Tensor | None = None,
-        num_out_tokens: int | Tensor | None = None,
-        fused: bool = False,
-        drop_and_pad: bool = False,
-        tokens_per_expert: Tensor | None = None,
-        align_size: int = 0,
-    ) -> tuple[Tensor, Tensor | None, Tensor, None, Tensor | None]:
-        if fused or num_out_tokens is None or unsupported_reason(tokens, probs):
-            return original(
-                tokens,
-                routing_map,
-                probs,
-                num_out_tokens,
-                fused,
-                drop_and_pad,
-                tokens_per_expert,
-                align_size,
-            )
-        row_map = moe_row_map(routing_map, int(num_out_tokens), drop_and_pad=drop_and_pad)
-        rows, permuted_probs = moe_permute(tokens, row_map, probs)
-        return rows, permuted_probs, row_map % max(len(tokens), 1), None, tokens_per_expert
-
-    return permute
+    if fused or num_out_tokens is None or unsupported_reason(tokens, probs):
+        return original(
+            tokens,
+            routing_map,
+            probs,
+            num_out_tokens,
+            fused,
+            drop_and_pad,
+            tokens_per_expert,
+            align_size,
+        )
+    row_map = moe_row_map(routing_map, int(num_out_tokens), drop_and_pad=drop_and_pad)
+    rows, permuted_probs = moe_permute(tokens, row_map, probs)
+    return rows, permuted_probs, row_map % max(len(tokens), 1), None, tokens_per_expert
 
 
-def unpermute_with_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def unpermute_with_kernel(
+    original: Callable[..., Any],
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    restore_shape: torch.Size,
+    probs: Tensor | None = None,
+    routing_map: Tensor | None = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+    pad_offsets: Tensor | None = None,
+) -> Tensor:
     """Wraps ``unpermute``."""
-
-    @functools.wraps(original)
-    def unpermute(
-        permuted_tokens: Tensor,
-        sorted_indices: Tensor,
-        restore_shape: torch.Size,
-        probs: Tensor | None = None,
-        routing_map: Tensor | None = None,
-        fused: bool = False,
-        drop_and_pad: bool = False,
-        pad_offsets: Tensor | None = None,
-    ) -> Tensor:
-        unknown = probs is not None and routing_map is None
-        if fused or unknown or unsupported_reason(permuted_tokens, probs):
-            return original(
-                permuted_tokens,
-                sorted_indices,
-                restore_shape,
-                probs,
-                routing_map,
-                fused,
-                drop_and_pad,
-                pad_offsets,
-            )
-        row_map = sorted_indices
-        if probs is not None and routing_map is not None:  # which expert a row is of matters, too
-            row_map = moe_row_map(routing_map, len(sorted_indices), drop_and_pad=drop_and_pad)
-        return moe_unpermute(permuted_tokens, row_map, restore_shape[0], probs)
-
-    return unpermute
+    unknown = probs is not None and routing_map is None
+    if fused or unknown or unsupported_reason(permuted_tokens, probs):
+        return original(
+            permuted_tokens,
+            sorted_indices,
+            restore_shape,
+            probs,
+            routing_map,
+            fused,
+            drop_and_pad,
+            pad_offsets,
+        )
+    row_map = sorted_indices
+    if probs is not None and routing_map is not None:  # which expert a row is of matters, too
+        row_map = moe_row_map(routing_map, len(sorted_indices), drop_and_pad=drop_and_pad)
+    return moe_unpermute(permuted_tokens, row_map, restore_shape[0], probs)
 
 
-def sort_chunks_with_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def sort_chunks_with_kernel(
+    original: Callable[..., Any],
+    input: Tensor,
+    split_sizes: Tensor,
+    sorted_idxs: Tensor,
+    probs: Tensor | None = None,
+    fused: bool = False,
+) -> tuple[Tensor, Tensor | None]:
     """Wraps ``sort_chunks_by_idxs``."""
-
-    @functools.wraps(original)
-    def sort_chunks(
-        input: Tensor,
-        split_sizes: Tensor,
-        sorted_idxs: Tensor,
-        probs: Tensor | None = None,
-        fused: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        if fused or input.ndim != 2 or unsupported_reason(input, probs):
-            return original(input, split_sizes, sorted_idxs, probs, fused)
-        if probs is None:
-            return fused_sort_chunks_by_index(input, split_sizes, sorted_idxs), None
-        return fused_sort_chunks_by_index_with_probs(input, probs, split_sizes, sorted_idxs)
-
-    return sort_chunks
+    if fused or input.ndim != 2 or unsupported_reason(input, probs):
+        return original(input, split_sizes, sorted_idxs, probs, fused)
+    if probs is None:
+        return fused_sort_chunks_by_index(input, split_sizes, sorted_idxs), None
+    return fused_sort_chunks_by_index_with_probs(input, probs, split_sizes, sorted_idxs)
 
 
 FEATURE = Feature(
@@ -134,39 +124,18 @@ FEATURE = Feature(
             target=f"{_UTILS}:permute",
             replacement="accel.patches.fused_moe_permute:permute_with_kernel",
             how="wrap",
-            expects=(
-                "tokens",
-                "routing_map",
-                "probs",
-                "num_out_tokens",
-                "fused",
-                "drop_and_pad",
-                "tokens_per_expert",
-                "align_size",
-            ),
             why="Upstream sorts the map and gathers; the kernel counts, and reads each token once.",
         ),
         Patch(
             target=f"{_UTILS}:unpermute",
             replacement="accel.patches.fused_moe_permute:unpermute_with_kernel",
             how="wrap",
-            expects=(
-                "permuted_tokens",
-                "sorted_indices",
-                "restore_shape",
-                "probs",
-                "routing_map",
-                "fused",
-                "drop_and_pad",
-                "pad_offsets",
-            ),
             why="Upstream zeroes the result and adds into it; the kernel writes each token once.",
         ),
         Patch(
             target=f"{_UTILS}:sort_chunks_by_idxs",
             replacement="accel.patches.fused_moe_permute:sort_chunks_with_kernel",
             how="wrap",
-            expects=("input", "split_sizes", "sorted_idxs", "probs", "fused"),
             why="The same kernel moves whole chunks between the ranks' order and the experts'.",
         ),
     ),

@@ -14,7 +14,6 @@ the angles, of which nothing is known: they hold ``fused_rope``'s kernels, and a
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from accel.feature import Feature
 from accel.ops import qkv_rope, rope
 from accel.patches._kernels import kernels
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 _ATTENTION = "megatron.core.transformer.attention"
@@ -43,15 +42,12 @@ def apply_fused_qkv_rotary_pos_emb(
     return rope(q, q_freqs)[0], rope(k, k_freqs)[0], v.contiguous()
 
 
-def past_the_views(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def forward_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_served(self, args, kwargs):
-            return forward(self, *args, **kwargs)
-        with _fused(self.config):
-            return forward(self, *args, **kwargs)
-
-    return forward_
+@around
+def past_the_views(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _is_served(self, args, kwargs):
+        return forward(self, *args, **kwargs)
+    with _fused(self.config):
+        return forward(self, *args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ when; replayed, precomputed and dense routing.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,7 @@ from accel.ops.topk_router import unsupported_reason
 from accel.patches._kernels import kernels
 from accel.patches._settings import no_experts
 from accel.patches.moe_fusion import fused_topk_with_score_function, masked
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE, te_kernel_for
 
 _UTILS = "megatron.core.transformer.moe.moe_utils"
@@ -42,53 +41,48 @@ def _served(logits: Tensor) -> bool:
     return reason is None
 
 
-def route_with_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def route_with_kernel(
+    original: Callable[..., Any],
+    /,
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: Tensor | None = None,
+    fused: bool = False,
+    router_replay: Any = None,
+    dense_output: bool = False,
+    **newer: Any,
+) -> Any:
     """Wraps ``topk_routing_with_score_function``."""
-
-    @functools.wraps(original)
-    def route(
-        logits: Tensor,
-        topk: int,
-        use_pre_softmax: bool = False,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        scaling_factor: float | None = None,
-        score_function: str = "softmax",
-        expert_bias: Tensor | None = None,
-        fused: bool = False,
-        router_replay: Any = None,
-        dense_output: bool = False,
-        **newer: Any,
-    ) -> Any:
-        choice = (use_pre_softmax, num_groups, group_topk, scaling_factor, score_function)
-        special = (
-            router_replay is not None or dense_output or any(v is not None for v in newer.values())
+    choice = (use_pre_softmax, num_groups, group_topk, scaling_factor, score_function)
+    special = (
+        router_replay is not None or dense_output or any(v is not None for v in newer.values())
+    )
+    if fused or special or not _served(logits):
+        return original(
+            logits, topk, *choice, expert_bias, fused, router_replay, dense_output, **newer
         )
-        if fused or special or not _served(logits):
-            return original(
-                logits, topk, *choice, expert_bias, fused, router_replay, dense_output, **newer
-            )
-        return fused_topk_with_score_function(logits, topk, *choice, expert_bias)
-
-    return route
+    return fused_topk_with_score_function(logits, topk, *choice, expert_bias)
 
 
-def score_with_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def score_with_kernel(
+    original: Callable[..., Any],
+    logits: Tensor,
+    topk: int,
+    score_function: str,
+    fused: bool = False,
+    padding_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Wraps ``compute_routing_scores_for_aux_loss``."""
-
-    @functools.wraps(original)
-    def score(
-        logits: Tensor,
-        topk: int,
-        score_function: str,
-        fused: bool = False,
-        padding_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if fused or not _served(logits):
-            return original(logits, topk, score_function, fused, padding_mask)
-        return masked(moe_aux_scores(logits, topk, score_function), padding_mask)
-
-    return score
+    if fused or not _served(logits):
+        return original(logits, topk, score_function, fused, padding_mask)
+    return masked(moe_aux_scores(logits, topk, score_function), padding_mask)
 
 
 def idle(context: Context) -> str | None:
@@ -122,7 +116,6 @@ FEATURE = Feature(
             target=f"{_UTILS}:compute_routing_scores_for_aux_loss",
             replacement="accel.patches.fused_topk_router:score_with_kernel",
             how="wrap",
-            expects=("logits", "topk", "score_function", "fused", "padding_mask"),
             why="One kernel that reads the logits once, in place of half a dozen operations.",
         ),
     ),
