@@ -9,12 +9,11 @@ so. Here the second beginning does nothing.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from accel.feature import Context, Feature
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 _HERE = "accel.patches.grad_sync_once"
@@ -22,30 +21,22 @@ _GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGro
 _BEGUN = "accel_reduction_begun"
 
 
-def unless_begun(upstream: Callable[..., None]) -> Callable[..., None]:
+@around
+def unless_begun(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Wraps ``_ParamAndGradBucketGroup.start_grad_sync``."""
-
-    @functools.wraps(upstream)
-    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        config = self.ddp_config
-        if config.num_distributed_optimizer_instances == 1 or not config.overlap_grad_reduce:
-            upstream(self, *args, **kwargs)
-        elif not (self.is_first_batch and getattr(self, _BEGUN, False)):
-            upstream(self, *args, **kwargs)
-            setattr(self, _BEGUN, True)
-
-    return start_grad_sync
-
-
-def then_over(upstream: Callable[..., None]) -> Callable[..., None]:
-    """Wraps ``_ParamAndGradBucketGroup.finish_grad_sync``."""
-
-    @functools.wraps(upstream)
-    def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+    config = self.ddp_config
+    if config.num_distributed_optimizer_instances == 1 or not config.overlap_grad_reduce:
         upstream(self, *args, **kwargs)
-        setattr(self, _BEGUN, False)
+    elif not (self.is_first_batch and getattr(self, _BEGUN, False)):
+        upstream(self, *args, **kwargs)
+        setattr(self, _BEGUN, True)
 
-    return finish_grad_sync
+
+@around
+def then_over(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Wraps ``_ParamAndGradBucketGroup.finish_grad_sync``."""
+    upstream(self, *args, **kwargs)
+    setattr(self, _BEGUN, False)
 
 
 def _idle(context: Context) -> str | None:

@@ -20,7 +20,6 @@ Where Apex's extension is installed Megatron's layers keep its two functions, an
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +29,7 @@ import torch
 from accel.feature import Context, Feature
 from accel.parallel import linear
 from accel.patches._told import told
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, te_installed
 
 AVAILABLE = True
@@ -56,35 +55,27 @@ class WeightGradient:
         main_grad_OH.addmm_(grad_output_TO.t(), input_TH)
 
 
-def draining(upstream: Callable[..., None]) -> Callable[..., None]:
+@around
+@torch.no_grad()  # the inputs that were kept are those of the graph
+def draining(upstream: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Wraps ``drain_embedding_wgrad_compute``."""
+    from megatron.core.tensor_parallel import layers
 
-    @functools.wraps(upstream)
-    @torch.no_grad()  # the inputs that were kept are those of the graph
-    def drain(*args: Any, **kwargs: Any) -> None:
-        from megatron.core.tensor_parallel import layers
-
-        told(upstream, {_EXTENSION: getattr(layers, _EXTENSION)})(*args, **kwargs)
-
-    return drain
+    told(upstream, {_EXTENSION: getattr(layers, _EXTENSION)})(*args, **kwargs)
 
 
-def keeping_lookups(upstream: Callable[[Any], None]) -> Callable[[Any], None]:
+@around
+def keeping_lookups(upstream: Callable[[Any], None], self: Any) -> None:
     """Wraps ``LanguageModule.setup_embeddings_and_output_layer``."""
-
-    @functools.wraps(upstream)
-    def set_up(self: Any) -> None:
-        upstream(self)
-        looks_up = getattr(self, "mtp_process", False)
-        if looks_up and self.post_process and self.share_embeddings_and_output_weights:
-            # beside the gradient that it has added the output layer then returns zeros, not what memory held,
-            # and data parallelism adds to `main_grad` what comes with them
-            weight = self.shared_embedding_or_output_weight()
-            # of weights that 0.19 gathers for each use, as it says itself, the dummies stay what memory held
-            if not getattr(weight, "is_gtp_weight_remat", False):
-                weight.zero_out_wgrad = True
-
-    return set_up
+    upstream(self)
+    looks_up = getattr(self, "mtp_process", False)
+    if looks_up and self.post_process and self.share_embeddings_and_output_weights:
+        # beside the gradient that it has added the output layer then returns zeros, not what memory held,
+        # and data parallelism adds to `main_grad` what comes with them
+        weight = self.shared_embedding_or_output_weight()
+        # of weights that 0.19 gathers for each use, as it says itself, the dummies stay what memory held
+        if not getattr(weight, "is_gtp_weight_remat", False):
+            weight.zero_out_wgrad = True
 
 
 def without_megatron_fsdp(context: Context) -> list[str]:
@@ -140,7 +131,6 @@ FEATURE = Feature(
             ),
             replacement="accel.patches.gradient_accumulation_fusion:keeping_lookups",
             how="wrap",
-            expects=("self",),
             why="With pipeline stages upstream loses the gradient of the words that a tied output layer's "
             "stage looks up.",
         ),

@@ -19,7 +19,6 @@ layers that somebody replaced or hooked into run one after the other as before; 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ from accel.ops import grouped_gemm
 from accel.ops._autocast import autocasts
 from accel.ops._dispatch import log_fallback
 from accel.parallel.linear import Layout
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE, te_has_its_own
 
 
@@ -107,38 +106,35 @@ def _gathers(hook: Callable[..., Any]) -> bool:
     return "._make_forward_pre_hook." in getattr(hook, "__qualname__", "")
 
 
-def grouped_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def grouped_forward(
+    original: Callable[..., Any],
+    self: Any,
+    permuted_local_hidden_states: Tensor,
+    tokens_per_expert: Tensor,
+    permuted_probs: Tensor,
+) -> tuple[Tensor, Tensor | None]:
     """Wraps ``SequentialMLP.forward``."""
-
-    @functools.wraps(original)
-    def forward(
-        self: Any,
-        permuted_local_hidden_states: Tensor,
-        tokens_per_expert: Tensor,
-        permuted_probs: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        if self.num_local_experts == 1:
-            return original(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)
-        two_dimensions = permuted_local_hidden_states.dim() == 2
-        reason = sequential_reason(self) if two_dimensions else "tokens in other than 2 dimensions"
-        if reason:
-            log_fallback("grouped_gemm of SequentialMLP", reason)
-            return original(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)
-        x, probs = permuted_local_hidden_states, permuted_probs
-        if self.config.moe_apply_probs_on_input:
-            x = (probs.unsqueeze(-1) * x).to(x.dtype)
-            probs = torch.ones_like(probs)
-        counts = tokens_per_expert.to(device="cpu", dtype=torch.int64)
-        # Upstream's MLP itself, with grouped layers: a copy that shares all else with expert 0.
-        mlp = copy.copy(self.local_experts[0])
-        mlp._modules = {
-            **mlp._modules,
-            "linear_fc1": GroupedLinear([e.linear_fc1 for e in self.local_experts], counts),
-            "linear_fc2": GroupedLinear([e.linear_fc2 for e in self.local_experts], counts),
-        }
-        return mlp(x, probs)
-
-    return forward
+    if self.num_local_experts == 1:
+        return original(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+    two_dimensions = permuted_local_hidden_states.dim() == 2
+    reason = sequential_reason(self) if two_dimensions else "tokens in other than 2 dimensions"
+    if reason:
+        log_fallback("grouped_gemm of SequentialMLP", reason)
+        return original(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+    x, probs = permuted_local_hidden_states, permuted_probs
+    if self.config.moe_apply_probs_on_input:
+        x = (probs.unsqueeze(-1) * x).to(x.dtype)
+        probs = torch.ones_like(probs)
+    counts = tokens_per_expert.to(device="cpu", dtype=torch.int64)
+    # Upstream's MLP itself, with grouped layers: a copy that shares all else with expert 0.
+    mlp = copy.copy(self.local_experts[0])
+    mlp._modules = {
+        **mlp._modules,
+        "linear_fc1": GroupedLinear([e.linear_fc1 for e in self.local_experts], counts),
+        "linear_fc2": GroupedLinear([e.linear_fc2 for e in self.local_experts], counts),
+    }
+    return mlp(x, probs)
 
 
 FEATURE = Feature(
@@ -154,12 +150,6 @@ FEATURE = Feature(
             target="megatron.core.transformer.moe.experts:SequentialMLP.forward",
             replacement="accel.patches.grouped_gemm:grouped_forward",
             how="wrap",
-            expects=(
-                "self",
-                "permuted_local_hidden_states",
-                "tokens_per_expert",
-                "permuted_probs",
-            ),
             why="Upstream's local experts run one after the other, even under --moe-grouped-gemm.",
         ),
     ),

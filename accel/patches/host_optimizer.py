@@ -29,7 +29,6 @@ times that of preset fast, at 28 % of stock's peak memory, with the same losses,
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
@@ -40,7 +39,7 @@ from accel.feature import Context, Feature, Setting
 from accel.memory.host_adam import Budget, HostOptions
 from accel.memory.host_split import Rates, measure_rates
 from accel.patches._inner_masters import HOST, INNER_MASTERS, WANTED, refused, want
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE, flag_of
 
 _GIB = 1 << 30
@@ -138,13 +137,10 @@ def switch_on(value: Sequence[int | None], ratio: float | None) -> Callable[[], 
     return want(HOST, Wish(value, ratio))
 
 
-def measured(get: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(get)
-    def get_(*args: Any, **kwargs: Any) -> Any:
-        WANTED[HOST].begin()
-        return get(*args, **kwargs)
-
-    return get_
+@around
+def measured(get: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    WANTED[HOST].begin()
+    return get(*args, **kwargs)
 
 
 def slowest(rates: Rates) -> Rates:

@@ -24,7 +24,6 @@ experts are not copied. **Not with** capacities that pad
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +33,7 @@ from accel.parallel.experts import load
 from accel.patches import _experts
 from accel.patches._settings import not_negative, one_expert_rank, whole_number
 from accel.patches.moe_overlap import served
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 
@@ -50,15 +49,13 @@ def parse_every(given: Any) -> int:
     return whole_number(given, "micro-batches")
 
 
-def lending_before(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def lending_before(
+    original: Callable[..., Any], self: Any, hidden_states: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Wraps ``TransformerLayer._forward_attention``: copies that are planned ahead set out before it."""
-
-    @functools.wraps(original)
-    def _forward_attention(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        lend(self.mlp, hidden_states)
-        return original(self, hidden_states, *args, **kwargs)
-
-    return _forward_attention
+    lend(self.mlp, hidden_states)
+    return original(self, hidden_states, *args, **kwargs)
 
 
 def lend(mlp: Any, hidden_states: Any) -> None:
@@ -77,17 +74,13 @@ def lend(mlp: Any, hidden_states: Any) -> None:
             note(ahead.copies)
 
 
-def noting_counts(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def noting_counts(original: Callable[..., Any], self: Any, hidden_states: Any, probs: Any) -> Any:
     """Wraps ``routed_experts_compute``: the next plans are of these counts too."""
-
-    @functools.wraps(original)
-    def routed_experts_compute(self: Any, hidden_states: Any, probs: Any) -> Any:
-        ahead = getattr(self, "accel_ahead", None)
-        if ahead is not None and self.training and not load.computing_again() and served(self):
-            ahead.note(self.token_dispatcher.accel_counts)
-        return original(self, hidden_states, probs)
-
-    return routed_experts_compute
+    ahead = getattr(self, "accel_ahead", None)
+    if ahead is not None and self.training and not load.computing_again() and served(self):
+        ahead.note(self.token_dispatcher.accel_counts)
+    return original(self, hidden_states, probs)
 
 
 def refused(context: Context) -> str | None:
@@ -143,7 +136,6 @@ FEATURE = Feature(
             target="megatron.core.transformer.moe.moe_layer:MoELayer.routed_experts_compute",
             replacement="accel.patches.hot_experts:noting_counts",
             how="wrap",
-            expects=("self", "hidden_states", "probs"),
             why="Plans that are made ahead are of the counts of the micro-batches before.",
         ),
     ),

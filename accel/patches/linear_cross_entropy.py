@@ -34,7 +34,7 @@ from accel.ops import linear_cross_entropy
 from accel.ops._dispatch import log_fallback
 from accel.parallel.linear import weight_gradient_added
 from accel.patches._kernels import kernels
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 
@@ -137,19 +137,17 @@ def _promising(layer: Any) -> Iterator[None]:
         del layer.forward
 
 
-def takes_promises(upstream: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@around
+def takes_promises(
+    upstream: Callable[..., Tensor], self: Any, labels: Tensor, logits: Tensor | Projection
+) -> Tensor:
     """Wraps ``LanguageModule.compute_language_model_loss``."""
-
-    @functools.wraps(upstream)
-    def compute(self: Any, labels: Tensor, logits: Tensor | Projection) -> Tensor:
-        if not isinstance(logits, Projection):
-            return upstream(self, labels, logits)
-        # Transformer Engine's loss is 0 there, Megatron's own two are not
-        fusion = self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl
-        loss = logits.loss(labels.transpose(0, 1).contiguous(), -100 if fusion == "te" else None)
-        return loss.transpose(0, 1).contiguous()
-
-    return compute
+    if not isinstance(logits, Projection):
+        return upstream(self, labels, logits)
+    # Transformer Engine's loss is 0 there, Megatron's own two are not
+    fusion = self.config.cross_entropy_loss_fusion and self.config.cross_entropy_fusion_impl
+    loss = logits.loss(labels.transpose(0, 1).contiguous(), -100 if fusion == "te" else None)
+    return loss.transpose(0, 1).contiguous()
 
 
 def whole_logits_needed(model: Any, call: dict[str, Any]) -> str | None:
@@ -242,7 +240,6 @@ FEATURE = Feature(
             ":LanguageModule.compute_language_model_loss",
             replacement="accel.patches.linear_cross_entropy:takes_promises",
             how="wrap",
-            expects=("self", "labels", "logits"),
             why="It is given the output layer's input and weight in place of logits.",
         ),
     ),

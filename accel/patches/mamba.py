@@ -15,7 +15,6 @@ so far, on no GPU or NPU yet.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,7 @@ from accel.layers.norm import GatedRMSNorm
 from accel.ops import split_conv1d_scan, state_space_scan
 from accel.ops.causal_conv1d import causal_conv1d_step
 from accel.ops.state_space_scan import state_space_step
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 HAVE_MAMBA_SSM = True
@@ -143,43 +142,41 @@ def _is_silu(activation: Any) -> bool:
     return activation in _SILU
 
 
-def conv1d_step(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(original)
-    def causal_conv1d_update(
-        x: Tensor,
-        conv_state: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        silu_activation: Any,
-        conv_state_indices: Tensor | None,
-        intermediate_conv_states: Tensor | None = None,
-    ) -> Tensor:
-        """Without slots, x may be [1, B, C], a token of each sequence: what static contexts hand over."""
-        rows = x if x.ndim == 3 else x.unsqueeze(1)
-        rows = _sequences_first(rows, conv_state, conv_state_indices)
-        if x.device.type == "cuda":  # is_cuda is true of an NPU's too
-            y = original(
-                rows,
-                conv_state,
-                weight,
-                bias,
-                silu_activation,
-                conv_state_indices,
-                intermediate_conv_states,
-            )
-            return y.reshape(x.shape)
-        y = causal_conv1d_step(
+@around
+def conv1d_step(
+    original: Callable[..., Tensor],
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu_activation: Any,
+    conv_state_indices: Tensor | None,
+    intermediate_conv_states: Tensor | None = None,
+) -> Tensor:
+    """Without slots, x may be [1, B, C], a token of each sequence: what static contexts hand over."""
+    rows = x if x.ndim == 3 else x.unsqueeze(1)
+    rows = _sequences_first(rows, conv_state, conv_state_indices)
+    if x.device.type == "cuda":  # is_cuda is true of an NPU's too
+        y = original(
             rows,
             conv_state,
             weight,
             bias,
-            silu=_is_silu(silu_activation),
-            slots=conv_state_indices,
-            states_after=intermediate_conv_states,
+            silu_activation,
+            conv_state_indices,
+            intermediate_conv_states,
         )
-        return y.view(x.shape)
-
-    return causal_conv1d_update
+        return y.reshape(x.shape)
+    y = causal_conv1d_step(
+        rows,
+        conv_state,
+        weight,
+        bias,
+        silu=_is_silu(silu_activation),
+        slots=conv_state_indices,
+        states_after=intermediate_conv_states,
+    )
+    return y.view(x.shape)
 
 
 def _sequences_first(x: Any, state: Tensor, slots: Tensor | None) -> Any:
@@ -196,87 +193,82 @@ def _nowhere(x: Tensor, state: Tensor) -> Tensor:
     return state.new_empty(1).expand(*x.shape[:2], *state.shape[1:])
 
 
-def state_step(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(original)
-    def selective_state_update(
-        state: Tensor,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None = None,
-        z: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        state_batch_indices: Tensor | None = None,
-        intermediate_ssm_states: Tensor | None = None,
-    ) -> Tensor:
-        """As Mamba-2 calls it: dt, its bias and A are the same in all columns of a head. Without slots, x may
-        be [1, B, heads, columns]."""
-        if x.device.type == "cuda":  # is_cuda is true of an NPU's too
-            given: tuple[Any, ...] = (x, dt, B, C, z)
-            if x.ndim == 4:
-                given = tuple(_sequences_first(t, state, state_batch_indices) for t in given)
-            x_, dt, B, C, z = given
-            if intermediate_ssm_states is None and x_.ndim == state.ndim == 4:
-                intermediate_ssm_states = _nowhere(x_, state)
-            y = original(
-                state,
-                x_,
-                dt,
-                A,
-                B,
-                C,
-                D,
-                z,
-                dt_bias,
-                dt_softplus,
-                state_batch_indices,
-                intermediate_ssm_states,
-            )
-            return y.reshape(x.shape)
-        if state.ndim != 4 or x.ndim != 4:
-            raise ValueError(
-                "selective_state_update without Triton takes x [B, S, heads, columns] and state [slots, "
-                f"heads, columns, N], got {list(x.shape)} and {list(state.shape)}"
-            )
-        bias = None if dt_bias is None else dt_bias[:, 0]
-        tokens = (x, _steps(dt[..., 0], bias, dt_softplus), B, C)
-        x_, steps, b, c = (_sequences_first(t, state, state_batch_indices) for t in tokens)
-        y = state_space_step(
-            x_,
-            steps,
-            A[:, 0, 0],
-            b,
-            c,
+@around
+def state_step(
+    original: Callable[..., Tensor],
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+    intermediate_ssm_states: Tensor | None = None,
+) -> Tensor:
+    """As Mamba-2 calls it: dt, its bias and A are the same in all columns of a head. Without slots, x may
+    be [1, B, heads, columns]."""
+    if x.device.type == "cuda":  # is_cuda is true of an NPU's too
+        given: tuple[Any, ...] = (x, dt, B, C, z)
+        if x.ndim == 4:
+            given = tuple(_sequences_first(t, state, state_batch_indices) for t in given)
+        x_, dt, B, C, z = given
+        if intermediate_ssm_states is None and x_.ndim == state.ndim == 4:
+            intermediate_ssm_states = _nowhere(x_, state)
+        y = original(
             state,
+            x_,
+            dt,
+            A,
+            B,
+            C,
             D,
-            None if z is None else z.view(x_.shape),
-            slots=state_batch_indices,
-            states_after=intermediate_ssm_states,
+            z,
+            dt_bias,
+            dt_softplus,
+            state_batch_indices,
+            intermediate_ssm_states,
         )
-        return y.view(x.shape)
+        return y.reshape(x.shape)
+    if state.ndim != 4 or x.ndim != 4:
+        raise ValueError(
+            "selective_state_update without Triton takes x [B, S, heads, columns] and state [slots, "
+            f"heads, columns, N], got {list(x.shape)} and {list(state.shape)}"
+        )
+    bias = None if dt_bias is None else dt_bias[:, 0]
+    tokens = (x, _steps(dt[..., 0], bias, dt_softplus), B, C)
+    x_, steps, b, c = (_sequences_first(t, state, state_batch_indices) for t in tokens)
+    y = state_space_step(
+        x_,
+        steps,
+        A[:, 0, 0],
+        b,
+        c,
+        state,
+        D,
+        None if z is None else z.view(x_.shape),
+        slots=state_batch_indices,
+        states_after=intermediate_ssm_states,
+    )
+    return y.view(x.shape)
 
-    return selective_state_update
 
-
-def packing_support(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _check_mamba_sequence_packing_support(
-        for_inference_not_training: bool = True,
-    ) -> tuple[bool, str | None]:
-        if not for_inference_not_training:
-            return True, None
-        try:
-            return original(for_inference_not_training)
-        except ModuleNotFoundError as missing:
-            return (
-                False,
-                f"generation with dynamic batches needs {missing.name}, which is not installed",
-            )
-
-    return _check_mamba_sequence_packing_support
+@around
+def packing_support(
+    original: Callable[..., Any], for_inference_not_training: bool = True
+) -> tuple[bool, str | None]:
+    if not for_inference_not_training:
+        return True, None
+    try:
+        return original(for_inference_not_training)
+    except ModuleNotFoundError as missing:
+        return (
+            False,
+            f"generation with dynamic batches needs {missing.name}, which is not installed",
+        )
 
 
 def prepare(context: Context) -> list[str]:
@@ -333,42 +325,18 @@ FEATURE = Feature(
             target=f"{_MIXER}:_check_mamba_sequence_packing_support",
             replacement="accel.patches.mamba:packing_support",
             how="wrap",
-            expects=("for_inference_not_training",),
             why="It asks for versions of packages that pack sequences; accel's ops do.",
         ),
         Patch(
             target=f"{_OPS}.causal_conv1d_triton:causal_conv1d_update",
             replacement="accel.patches.mamba:conv1d_step",
             how="wrap",
-            expects=(
-                "x",
-                "conv_state",
-                "weight",
-                "bias",
-                "silu_activation",
-                "conv_state_indices",
-                "intermediate_conv_states",
-            ),
             why="Upstream's kernel is Triton's, which needs a GPU.",
         ),
         Patch(
             target=f"{_OPS}.mamba_ssm:selective_state_update",
             replacement="accel.patches.mamba:state_step",
             how="wrap",
-            expects=(
-                "state",
-                "x",
-                "dt",
-                "A",
-                "B",
-                "C",
-                "D",
-                "z",
-                "dt_bias",
-                "dt_softplus",
-                "state_batch_indices",
-                "intermediate_ssm_states",
-            ),
             why="Upstream's kernel is Triton's, which needs a GPU.",
         ),
     ),

@@ -64,7 +64,7 @@ from accel.patches._layers import MAMBA_LAYER, TRANSFORMER_LAYER
 from accel.patches._linear import LINEAR
 from accel.patches._router_state import router_state, unlogged_indexer
 from accel.patches.recompute_modules import megatrons_generators, norms_of, recompute_norms
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.slot import Slot
 from accel.upstream import SUPPORTED_RANGE, flag_of, te_checkpoints
 
@@ -509,37 +509,29 @@ def _say(lines: Sequence[str]) -> None:
         print(f"accel: memory_budget, stage {stage}: {line}", flush=True)
 
 
-def planned(forward: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def planned(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """A layer's ``forward``, as a whole or as the plan has it."""
-
-    @functools.wraps(forward)
-    def forward_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or not self.training:
-            return forward(self, *args, **kwargs)
-        return ON.value.run(self, forward, args, kwargs)
-
-    return forward_
+    if not torch.is_grad_enabled() or not self.training:
+        return forward(self, *args, **kwargs)
+    return ON.value.run(self, forward, args, kwargs)
 
 
-def watching(train_step: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def watching(train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config,
     forward_backward_func, ...)``."""
+    name, position = "forward_backward_func", 6
+    passes = kwargs[name] if name in kwargs else args[position]
 
-    @functools.wraps(train_step)
-    def train_step_(*args: Any, **kwargs: Any) -> Any:
-        name, position = "forward_backward_func", 6
-        passes = kwargs[name] if name in kwargs else args[position]
+    @functools.wraps(passes)
+    def watched(*inner: Any, **options: Any) -> Any:
+        with ON.value.watched():
+            return passes(*inner, **options)
 
-        @functools.wraps(passes)
-        def watched(*inner: Any, **options: Any) -> Any:
-            with ON.value.watched():
-                return passes(*inner, **options)
-
-        if name in kwargs:
-            return train_step(*args, **{**kwargs, name: watched})
-        return train_step(*args[:position], watched, *args[position + 1 :], **kwargs)
-
-    return train_step_
+    if name in kwargs:
+        return train_step(*args, **{**kwargs, name: watched})
+    return train_step(*args[:position], watched, *args[position + 1 :], **kwargs)
 
 
 def parse_budget(given: Any) -> int:

@@ -8,13 +8,12 @@ an assertion without a number.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 from accel.feature import Context, Feature
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 
@@ -71,23 +70,19 @@ def _check_capacity(args: Any) -> None:
         )
 
 
-def checking(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+@around
+def checking(post_init: Callable[[Any], None], self: Any) -> None:
     """Wraps ``TransformerConfig.__post_init__``, of programs without a command line, and of yaml."""
-
-    @functools.wraps(post_init)
-    def __post_init__(self: Any) -> None:
-        factor = self.moe_expert_capacity_factor
-        if self.num_moe_experts and factor == 0:
-            raise ValueError(
-                f"moe_expert_capacity_factor={factor} drops every token: use more than 0, or None for none"
-            )
-        if experts := self.num_moe_experts:
-            names = "expert_model_parallel_size={} does not divide num_moe_experts={}"
-            _check_divides(self, experts, names)
-            _check_groups(self, experts, "moe_router_topk={}: moe_router_group_topk={}")
-        post_init(self)
-
-    return __post_init__
+    factor = self.moe_expert_capacity_factor
+    if self.num_moe_experts and factor == 0:
+        raise ValueError(
+            f"moe_expert_capacity_factor={factor} drops every token: use more than 0, or None for none"
+        )
+    if experts := self.num_moe_experts:
+        names = "expert_model_parallel_size={} does not divide num_moe_experts={}"
+        _check_divides(self, experts, names)
+        _check_groups(self, experts, "moe_router_topk={}: moe_router_group_topk={}")
+    post_init(self)
 
 
 FEATURE = Feature(
@@ -102,7 +97,6 @@ FEATURE = Feature(
             target="megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
             replacement="accel.patches.moe_flags:checking",
             how="wrap",
-            expects=("self",),
             why="A configuration need not come from a command line.",
         ),
     ),

@@ -17,7 +17,6 @@ for such indices. Nothing changes where Transformer Engine is installed, nor for
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from accel.feature import Feature
 from accel.ops import moe_aux_scores, moe_permute, moe_row_map, moe_unpermute, topk_router
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE, te_serves
 
 AVAILABLE = True
@@ -150,53 +149,46 @@ def fused_moe_aux_loss(
     return (probs.sum(dim=0) * tokens_per_expert).sum() * scale
 
 
-def serve_topk(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def serve_topk(
+    original: Callable[..., Any],
+    /,
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: Tensor | None = None,
+    fused: bool = False,
+    router_replay: Any = None,
+    dense_output: bool = False,
+    **newer: Any,
+) -> Any:
     """Wraps ``topk_routing_with_score_function``."""
-
-    @functools.wraps(original)
-    def route(
-        logits: Tensor,
-        topk: int,
-        use_pre_softmax: bool = False,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        scaling_factor: float | None = None,
-        score_function: str = "softmax",
-        expert_bias: Tensor | None = None,
-        fused: bool = False,
-        router_replay: Any = None,
-        dense_output: bool = False,
-        **newer: Any,
-    ) -> Any:
-        choice = (use_pre_softmax, num_groups, group_topk, scaling_factor, score_function)
-        if dense_output or getattr(router_replay, "router_replay_action", None) is not None:
-            fused = False
-        chosen_before = newer.get("precomputed_indices") is not None  # refused with `fused`
-        if fused and score_function == "sqrtsoftplus" and not chosen_before:
-            return fused_topk_with_score_function(logits, topk, *choice, expert_bias)
-        return original(
-            logits, topk, *choice, expert_bias, fused, router_replay, dense_output, **newer
-        )
-
-    return route
+    choice = (use_pre_softmax, num_groups, group_topk, scaling_factor, score_function)
+    if dense_output or getattr(router_replay, "router_replay_action", None) is not None:
+        fused = False
+    chosen_before = newer.get("precomputed_indices") is not None  # refused with `fused`
+    if fused and score_function == "sqrtsoftplus" and not chosen_before:
+        return fused_topk_with_score_function(logits, topk, *choice, expert_bias)
+    return original(logits, topk, *choice, expert_bias, fused, router_replay, dense_output, **newer)
 
 
-def serve_aux_scores(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def serve_aux_scores(
+    original: Callable[..., Any],
+    logits: Tensor,
+    topk: int,
+    score_function: str,
+    fused: bool = False,
+    padding_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Wraps ``compute_routing_scores_for_aux_loss``."""
-
-    @functools.wraps(original)
-    def score(
-        logits: Tensor,
-        topk: int,
-        score_function: str,
-        fused: bool = False,
-        padding_mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if fused and score_function == "sqrtsoftplus":
-            return masked(moe_aux_scores(logits, topk, score_function), padding_mask)
-        return original(logits, topk, score_function, fused, padding_mask)
-
-    return score
+    if fused and score_function == "sqrtsoftplus":
+        return masked(moe_aux_scores(logits, topk, score_function), padding_mask)
+    return original(logits, topk, score_function, fused, padding_mask)
 
 
 def masked(
@@ -255,7 +247,6 @@ FEATURE = Feature(
             target=f"{_UTILS}:compute_routing_scores_for_aux_loss",
             replacement="accel.patches.moe_fusion:serve_aux_scores",
             how="wrap",
-            expects=("logits", "topk", "score_function", "fused", "padding_mask"),
             why="The fused sqrtsoftplus asks for a version of Transformer Engine.",
         ),
     ),

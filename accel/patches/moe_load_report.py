@@ -26,7 +26,6 @@ their capacity are in, those that padding for quantization adds are not. Routers
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -40,7 +39,7 @@ from accel.parallel.experts import load
 from accel.parallel.experts.load import LayerLoad, Recorder
 from accel.patches._expert_counts import DROPPING, ROUTING, of_all_ranks, uncounted_routers
 from accel.patches._settings import no_experts, whole_number
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.slot import Slot
 from accel.upstream import SUPPORTED_RANGE
 
@@ -60,42 +59,35 @@ class Report:
 ON = Slot[Report]()
 
 
-def from_zero(should_run: Callable[..., bool]) -> Callable[..., bool]:
+@around
+def from_zero(should_run: Callable[..., bool], self: Any, data_iterator: Any) -> bool:
     """``RerunStateMachine.should_run_forward_backward``: asked before each run of an iteration's passes."""
-
-    @functools.wraps(should_run)
-    def should_run_(self: Any, data_iterator: Any) -> bool:
-        runs = should_run(self, data_iterator)
-        if runs:
-            ON.value.recorder.clear()
-        return runs
-
-    return should_run_
+    runs = should_run(self, data_iterator)
+    if runs:
+        ON.value.recorder.clear()
+    return runs
 
 
-def told(training_log: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def told(
+    training_log: Callable[..., Any],
+    loss_dict: Any,
+    total_loss_dict: Any,
+    learning_rate: Any,
+    iteration: int,
+    *rest: Any,
+    **more: Any,
+) -> Any:
     """``training_log(loss_dict, total_loss_dict, learning_rate, iteration, ...)``, on every rank."""
+    result = training_log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **more)
+    if iteration % ON.value.every == 0:
+        from megatron.training import get_args
 
-    @functools.wraps(training_log)
-    def training_log_(
-        loss_dict: Any,
-        total_loss_dict: Any,
-        learning_rate: Any,
-        iteration: int,
-        *rest: Any,
-        **more: Any,
-    ) -> Any:
-        result = training_log(loss_dict, total_loss_dict, learning_rate, iteration, *rest, **more)
-        if iteration % ON.value.every == 0:
-            from megatron.training import get_args
-
-            args = get_args()
-            layers = of_all_ranks(ON.value.recorder, args)
-            last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
-            _tell(iteration, layers if last else [], args)
-        return result
-
-    return training_log_
+        args = get_args()
+        layers = of_all_ranks(ON.value.recorder, args)
+        last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+        _tell(iteration, layers if last else [], args)
+    return result
 
 
 def _tell(iteration: int, layers: Sequence[LayerLoad], args: Any) -> None:
@@ -193,7 +185,6 @@ FEATURE = Feature(
             target="megatron.core.rerun_state_machine:RerunStateMachine.should_run_forward_backward",
             replacement=f"{_HERE}:from_zero",
             how="wrap",
-            expects=("self", "data_iterator"),
             why="An iteration whose passes run again counts once, and what ran before it not at all.",
         ),
         Patch(

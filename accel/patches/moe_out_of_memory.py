@@ -10,7 +10,6 @@ are read once the memory is gone. ``moe_overlap`` finds out on all ranks before 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from accel.feature import Feature
 from accel.parallel.experts.room import what_bounds
 from accel.patches._expert_counts import number_of
 from accel.patches._settings import no_experts
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 _LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
@@ -30,30 +29,22 @@ _OF_THE_HOST = "can't allocate memory"
 """PyTorch's words where the CPU's own allocator fails, in a RuntimeError."""
 
 
-def on_the_way(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def on_the_way(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps ``dispatch``."""
-
-    @functools.wraps(original)
-    def dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.accel_tokens = None
-        with _explained(self):
-            found = original(self, *args, **kwargs)
-        # the dispatcher forgets them when the experts begin
-        self.accel_tokens = _counts(self.token_dispatcher)
-        return found
-
-    return dispatch
+    self.accel_tokens = None
+    with _explained(self):
+        found = original(self, *args, **kwargs)
+    # the dispatcher forgets them when the experts begin
+    self.accel_tokens = _counts(self.token_dispatcher)
+    return found
 
 
-def at_the_experts(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def at_the_experts(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Wraps ``routed_experts_compute``."""
-
-    @functools.wraps(original)
-    def routed_experts_compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _explained(self):
-            return original(self, *args, **kwargs)
-
-    return routed_experts_compute
+    with _explained(self):
+        return original(self, *args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ from accel.parallel.free_memory import free_bytes
 from accel.patches import _experts
 from accel.patches._expert_counts import layer_of, number_of
 from accel.patches._settings import first_given, no_experts, one_expert_rank, whole_number
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE, flag_of, te_layers_asked
 
 _HERE = "accel.patches.moe_overlap"
@@ -113,43 +113,39 @@ def _agreed(here: str | None, group: dist.ProcessGroup, device: torch.device) ->
     return here or ("experts of another rank" if unserved_ranks.item() else None)
 
 
-def counting_all(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@around
+def counting_all(original: Callable[..., Tensor], self: Any, routing_map: Tensor) -> Tensor:
     """Wraps the dispatcher's ``preprocess``: the counts of all ranks on the host, else what upstream's
     leaves."""
-
-    @functools.wraps(original)
-    def preprocess(self: Any, routing_map: Tensor) -> Tensor:
-        self.accel_counts = self.accel_free = None
-        if self.ep_size == 1 or not getattr(self, "accel_serves", True):
-            return original(self, routing_map)
-        # a program may call the dispatcher alone
-        if self.tp_size > 1 or self.config.moe_router_padding_for_quantization:
-            return original(self, routing_map)
-        if self.drop_and_pad:
-            found = original(self, routing_map)
-            self.accel_counts = [[self.capacity] * self.num_experts] * self.ep_size
-            compared = self.__dict__.setdefault("accel_compared", {True: 0, False: 0})
-            kept = torch.is_grad_enabled()
-            if self.capacity > compared[kept]:  # else no rank waits for the host
-                compared[kept] = self.capacity
-                self.accel_free = _of_all(self, _free(routing_map))[:, 0].tolist()
-            return found
-        whole = _of_all(self, torch.cat([routing_map.sum(dim=0), _free(routing_map)]))
-        counts = whole[:, :-1]
-        self.accel_counts, self.accel_free = counts.tolist(), whole[:, -1].tolist()
-        first, last = self.local_expert_indices[0], self.local_expert_indices[-1]
-        here = counts[:, first : last + 1].contiguous()
-        rank = self.ep_group.rank()
-        self.num_out_tokens = sum(self.accel_counts[rank])
-        self.input_splits = counts[rank].view(self.ep_size, -1).sum(1).numpy()
-        self.output_splits = here.sum(1).numpy()
-        self.output_splits_tp = None
-        if self.num_local_experts > 1:
-            device = self.permute_idx_device
-            self.num_global_tokens_per_local_expert = here.to(device)
-        return here.sum(0)
-
-    return preprocess
+    self.accel_counts = self.accel_free = None
+    if self.ep_size == 1 or not getattr(self, "accel_serves", True):
+        return original(self, routing_map)
+    # a program may call the dispatcher alone
+    if self.tp_size > 1 or self.config.moe_router_padding_for_quantization:
+        return original(self, routing_map)
+    if self.drop_and_pad:
+        found = original(self, routing_map)
+        self.accel_counts = [[self.capacity] * self.num_experts] * self.ep_size
+        compared = self.__dict__.setdefault("accel_compared", {True: 0, False: 0})
+        kept = torch.is_grad_enabled()
+        if self.capacity > compared[kept]:  # else no rank waits for the host
+            compared[kept] = self.capacity
+            self.accel_free = _of_all(self, _free(routing_map))[:, 0].tolist()
+        return found
+    whole = _of_all(self, torch.cat([routing_map.sum(dim=0), _free(routing_map)]))
+    counts = whole[:, :-1]
+    self.accel_counts, self.accel_free = counts.tolist(), whole[:, -1].tolist()
+    first, last = self.local_expert_indices[0], self.local_expert_indices[-1]
+    here = counts[:, first : last + 1].contiguous()
+    rank = self.ep_group.rank()
+    self.num_out_tokens = sum(self.accel_counts[rank])
+    self.input_splits = counts[rank].view(self.ep_size, -1).sum(1).numpy()
+    self.output_splits = here.sum(1).numpy()
+    self.output_splits_tp = None
+    if self.num_local_experts > 1:
+        device = self.permute_idx_device
+        self.num_global_tokens_per_local_expert = here.to(device)
+    return here.sum(0)
 
 
 def _free(like: Tensor) -> Tensor:
@@ -206,25 +202,21 @@ def _fitting(
     return alone, None
 
 
-def beside_the_journey(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def beside_the_journey(original: Callable[..., Any], self: Any, hidden_states: Tensor) -> Any:
     """Wraps ``shared_experts_compute``: it waits until the tokens are under way."""
-
-    @functools.wraps(original)
-    def shared_experts_compute(self: Any, hidden_states: Tensor) -> Any:
-        self.accel_beside = None
-        dispatcher = self.token_dispatcher
-        dispatcher.accel_serves = serves = served(self)
-        if self.use_shared_expert and self.shared_expert_overlap:
-            # upstream's own way is for its all-to-alls
-            dispatcher.shared_experts = None if serves else self.shared_experts
-            _RELIEVED.add(self)
-        if not self.use_shared_expert or not serves:
-            return original(self, hidden_states)
-        whole = _whole_shared if self.shared_expert_overlap else original
-        self.accel_beside = (functools.partial(whole, self), hidden_states)
-        return None
-
-    return shared_experts_compute
+    self.accel_beside = None
+    dispatcher = self.token_dispatcher
+    dispatcher.accel_serves = serves = served(self)
+    if self.use_shared_expert and self.shared_expert_overlap:
+        # upstream's own way is for its all-to-alls
+        dispatcher.shared_experts = None if serves else self.shared_experts
+        _RELIEVED.add(self)
+    if not self.use_shared_expert or not serves:
+        return original(self, hidden_states)
+    whole = _whole_shared if self.shared_expert_overlap else original
+    self.accel_beside = (functools.partial(whole, self), hidden_states)
+    return None
 
 
 def _whole_shared(layer: Any, hidden_states: Tensor) -> Tensor:
@@ -237,68 +229,54 @@ def _whole_shared(layer: Any, hidden_states: Tensor) -> Tensor:
     return shared.get_output()
 
 
-def staying(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def staying(original: Callable[..., Any], self: Any, hidden_states: Tensor, probs: Tensor) -> Any:
     """Wraps ``dispatch``: the tokens leave with ``routed_experts_compute``."""
-
-    @functools.wraps(original)
-    def dispatch(self: Any, hidden_states: Tensor, probs: Tensor) -> Any:
-        return (hidden_states, probs) if served(self) else original(self, hidden_states, probs)
-
-    return dispatch
+    return (hidden_states, probs) if served(self) else original(self, hidden_states, probs)
 
 
-def there_and_back(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def there_and_back(
+    original: Callable[..., Any], self: Any, hidden_states: Tensor, probs: Tensor
+) -> tuple[Tensor, None]:
     """Wraps ``routed_experts_compute``."""
-
-    @functools.wraps(original)
-    def routed_experts_compute(
-        self: Any, hidden_states: Tensor, probs: Tensor
-    ) -> tuple[Tensor, None]:
-        if not served(self):
-            return original(self, hidden_states, probs)
-        dispatcher = self.token_dispatcher
-        experts = _experts.experts_of(self.experts, hidden_states)
-        beside, beside_input = getattr(self, "accel_beside", None) or (None, None)
-        group = dispatcher.ep_group
-        plan, loan = overlap.current(), getattr(self, "accel_loan", None)
-        self.accel_loan = None
-        plans_ahead = plan.hot is not None and plan.hot.every is not None
-        ahead = getattr(self, "accel_ahead", None) if plans_ahead else None
-        traffic = plan.traffic(dispatcher.accel_counts, group, experts, loan, ahead)
-        traffic, loan = _fitting(self, traffic, experts, loan)
-        if plan.hot is not None and self.training and self.router.layer_number is not None:
-            plan.hot.note(layer_of(self.router), traffic, group, experts)
-        output, shared = routed_experts(
-            *(hidden_states, probs, traffic, group, experts, beside, beside_input, loan),
-            streams=plan.streams(hidden_states.device),
-        )
-        self.accel_beside = None
-        self.accel_shared = shared
-        dispatcher.tokens_per_expert = None
-        return output, None
-
-    return routed_experts_compute
+    if not served(self):
+        return original(self, hidden_states, probs)
+    dispatcher = self.token_dispatcher
+    experts = _experts.experts_of(self.experts, hidden_states)
+    beside, beside_input = getattr(self, "accel_beside", None) or (None, None)
+    group = dispatcher.ep_group
+    plan, loan = overlap.current(), getattr(self, "accel_loan", None)
+    self.accel_loan = None
+    plans_ahead = plan.hot is not None and plan.hot.every is not None
+    ahead = getattr(self, "accel_ahead", None) if plans_ahead else None
+    traffic = plan.traffic(dispatcher.accel_counts, group, experts, loan, ahead)
+    traffic, loan = _fitting(self, traffic, experts, loan)
+    if plan.hot is not None and self.training and self.router.layer_number is not None:
+        plan.hot.note(layer_of(self.router), traffic, group, experts)
+    output, shared = routed_experts(
+        *(hidden_states, probs, traffic, group, experts, beside, beside_input, loan),
+        streams=plan.streams(hidden_states.device),
+    )
+    self.accel_beside = None
+    self.accel_shared = shared
+    dispatcher.tokens_per_expert = None
+    return output, None
 
 
-def at_home(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def at_home(original: Callable[..., Any], self: Any, output: Tensor) -> Tensor:
     """Wraps ``combine``."""
-
-    @functools.wraps(original)
-    def combine(self: Any, output: Tensor) -> Tensor:
-        return output if served(self) else original(self, output)
-
-    return combine
+    return output if served(self) else original(self, output)
 
 
-def adding_shared(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def adding_shared(
+    original: Callable[..., Any], self: Any, output: Tensor, shared_expert_output: Tensor | None
+) -> Tensor:
     """Wraps ``postprocess``."""
-
-    @functools.wraps(original)
-    def postprocess(self: Any, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        shared, self.accel_shared = getattr(self, "accel_shared", None), None
-        return original(self, output, shared_expert_output if shared is None else shared)
-
-    return postprocess
+    shared, self.accel_shared = getattr(self, "accel_shared", None), None
+    return original(self, output, shared_expert_output if shared is None else shared)
 
 
 def refused(context: Context) -> str | None:
@@ -330,14 +308,8 @@ def switch_on(slices: int) -> Callable[[], None]:
     return switch_off
 
 
-def _wrap(target: str, replacement: str, expects: Sequence[str], why: str) -> Patch:
-    return Patch(
-        target=target,
-        replacement=f"{_HERE}:{replacement}",
-        how="wrap",
-        expects=("self", *expects),
-        why=why,
-    )
+def _wrap(target: str, replacement: str, why: str) -> Patch:
+    return Patch(target=target, replacement=f"{_HERE}:{replacement}", how="wrap", why=why)
 
 
 FEATURE = Feature(
@@ -363,37 +335,31 @@ FEATURE = Feature(
         _wrap(
             f"{_DISPATCHER}.preprocess",
             "counting_all",
-            ("routing_map",),
             "Each rank knows what comes for each of its experts; who computes what needs all counts.",
         ),
         _wrap(
             f"{_LAYER}.shared_experts_compute",
             "beside_the_journey",
-            ("hidden_states",),
             "The shared experts are computed before the tokens set out.",
         ),
         _wrap(
             f"{_LAYER}.dispatch",
             "staying",
-            ("hidden_states", "probs"),
             "The first of two all-to-alls that nothing runs beside.",
         ),
         _wrap(
             f"{_LAYER}.routed_experts_compute",
             "there_and_back",
-            ("hidden_states", "probs"),
             "All experts wait for all tokens.",
         ),
         _wrap(
             f"{_LAYER}.combine",
             "at_home",
-            ("output",),
             "The second of two all-to-alls that nothing runs beside.",
         ),
         _wrap(
             f"{_LAYER}.postprocess",
             "adding_shared",
-            ("output", "shared_expert_output"),
             "What the shared experts gave comes with the tokens.",
         ),
     ),
