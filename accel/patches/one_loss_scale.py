@@ -9,36 +9,31 @@ Here all scales follow the overflow of any, and scales of a checkpoint that diff
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from accel.feature import Feature
 from accel.patches._settings import idle_without
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 
-def with_one_verdict(upstream: Callable[[Any], bool]) -> Callable[[Any], bool]:
+@around
+def with_one_verdict(upstream: Callable[[Any], bool], self: Any) -> bool:
     """Wraps ``ChainedOptimizer.prepare_grads``."""
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-    @functools.wraps(upstream)
-    def prepare_grads(self: Any) -> bool:
-        from megatron.core.optimizer.grad_scaler import DynamicGradScaler
-
-        found = [getattr(optimizer, "grad_scaler", None) for optimizer in self.chained_optimizers]
-        scalers = [scaler for scaler in found if isinstance(scaler, DynamicGradScaler)]
-        if len(scalers) < 2:
-            return upstream(self)
-        for other in scalers[1:]:
-            other.load_state_dict(scalers[0].state_dict())
-        with _held(scalers):
-            overflow = upstream(self)
-        for scaler in scalers:
-            scaler.update(overflow)
-        return overflow
-
-    return prepare_grads
+    found = [getattr(optimizer, "grad_scaler", None) for optimizer in self.chained_optimizers]
+    scalers = [scaler for scaler in found if isinstance(scaler, DynamicGradScaler)]
+    if len(scalers) < 2:
+        return upstream(self)
+    for other in scalers[1:]:
+        other.load_state_dict(scalers[0].state_dict())
+    with _held(scalers):
+        overflow = upstream(self)
+    for scaler in scalers:
+        scaler.update(overflow)
+    return overflow
 
 
 @contextlib.contextmanager
@@ -65,7 +60,6 @@ FEATURE = Feature(
             target="megatron.core.optimizer.optimizer:ChainedOptimizer.prepare_grads",
             replacement="accel.patches.one_loss_scale:with_one_verdict",
             how="wrap",
-            expects=("self",),
             why="Upstream changes each optimizer's scale by itself, and scales the loss by the first's.",
         ),
     ),

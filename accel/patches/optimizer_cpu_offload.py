@@ -9,13 +9,12 @@ so. On other devices nothing changes.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from accel.feature import Context, Feature
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 _log = logging.getLogger("accel")
@@ -32,16 +31,18 @@ def offload_nothing(context: Context) -> list[str]:
     return [f"--optimizer-cpu-offload: {_SAID}"]
 
 
-def all_where_they_are(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def init_(
-        self: Any, params: Any, offload_fraction: float = 0.5, *args: Any, **kwargs: Any
-    ) -> None:
-        if offload_fraction:
-            _log.info("HybridDeviceOptimizer, offload_fraction %s: %s", offload_fraction, _SAID)
-        init(self, params, 0.0, *args, **kwargs)
-
-    return init_
+@around
+def all_where_they_are(
+    init: Callable[..., None],
+    self: Any,
+    params: Any,
+    offload_fraction: float = 0.5,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    if offload_fraction:
+        _log.info("HybridDeviceOptimizer, offload_fraction %s: %s", offload_fraction, _SAID)
+    init(self, params, 0.0, *args, **kwargs)
 
 
 FEATURE = Feature(

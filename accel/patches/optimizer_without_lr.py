@@ -6,29 +6,25 @@ which Megatron uses instead, refuse it. Here the rate is 0 until it is set.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from accel.feature import Feature
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 
-def with_some_rate(build: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(build)
-    def build_(config: Any, *args: Any, **kwargs: Any) -> Any:
-        from megatron.core import optimizer
+@around
+def with_some_rate(build: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
+    from megatron.core import optimizer
 
-        if config.lr is not None or not optimizer.USING_PYTORCH_OPTIMIZER:
-            return build(config, *args, **kwargs)
-        config.lr = 0.0
-        try:
-            return build(config, *args, **kwargs)
-        finally:
-            config.lr = None
-
-    return build_
+    if config.lr is not None or not optimizer.USING_PYTORCH_OPTIMIZER:
+        return build(config, *args, **kwargs)
+    config.lr = 0.0
+    try:
+        return build(config, *args, **kwargs)
+    finally:
+        config.lr = None
 
 
 FEATURE = Feature(

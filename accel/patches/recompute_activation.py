@@ -15,7 +15,6 @@ it holds while that layer runs again. What is freed and what is left alone: ``ac
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +25,7 @@ from accel.feature import Feature
 from accel.log import log_once
 from accel.memory.recompute import Recomputed
 from accel.patches._layers import NUM_LAYERS, Altered, FirstLayers, when_a_layer_is_built
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE
 
 _HERE = "accel.patches.recompute_activation"
@@ -102,34 +101,35 @@ def _watched(mlp: Any) -> Any:
     return Altered(mlp, linear_fc1=_Layer(fc1), linear_fc2=_Layer(fc2))
 
 
-def recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def recomputing(
+    forward: Callable[..., Any],
+    /,
+    self: Any,
+    hidden_states: Tensor,
+    per_token_scale: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
     """``MLP.forward``, of which the part between its matrix products runs again in the backward pass."""
+    if hasattr(self, WATCHERS):
+        return forward(_watched(self), hidden_states, per_token_scale, **kwargs)
+    if not getattr(self, MARK, False):
+        return forward(self, hidden_states, per_token_scale, **kwargs)
 
-    @functools.wraps(forward)
-    def forward_(
-        self: Any, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        if hasattr(self, WATCHERS):
-            return forward(_watched(self), hidden_states, per_token_scale, **kwargs)
-        if not getattr(self, MARK, False):
-            return forward(self, hidden_states, per_token_scale, **kwargs)
+    def activation(intermediate: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+        fc1, fc2 = _Layer(lambda x: (intermediate, bias)), _Layer(lambda x: (x, None))
+        between = Altered(self, linear_fc1=fc1, linear_fc2=fc2)
+        return forward(between, intermediate, scale, **kwargs)[0]
 
-        def activation(intermediate: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-            fc1, fc2 = _Layer(lambda x: (intermediate, bias)), _Layer(lambda x: (x, None))
-            between = Altered(self, linear_fc1=fc1, linear_fc2=fc2)
-            return forward(between, intermediate, scale, **kwargs)[0]
-
-        # no activation draws random numbers
-        call = Recomputed(generators=lambda: contextlib.nullcontext)
-        activated = call(activation, *self.linear_fc1(hidden_states), per_token_scale)
-        output, bias = self.linear_fc2(activated)
-        call.free(output)
-        if per_token_scale is not None and bias is not None:
-            output += bias.unsqueeze(0) * per_token_scale.unsqueeze(-1)
-            bias = None
-        return output, bias
-
-    return forward_
+    # no activation draws random numbers
+    call = Recomputed(generators=lambda: contextlib.nullcontext)
+    activated = call(activation, *self.linear_fc1(hidden_states), per_token_scale)
+    output, bias = self.linear_fc2(activated)
+    call.free(output)
+    if per_token_scale is not None and bias is not None:
+        output += bias.unsqueeze(0) * per_token_scale.unsqueeze(-1)
+        bias = None
+    return output, bias
 
 
 MLP_FORWARD = Patch(

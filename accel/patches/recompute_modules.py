@@ -21,7 +21,7 @@ from torch import Tensor
 from accel.feature import Feature
 from accel.layers.linear import LayerNormLinear
 from accel.memory.recompute import Recomputed, Restorer
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_MEGATRON, SUPPORTED_RANGE, te_serves
 
 _HERE = "accel.patches.recompute_modules"
@@ -71,21 +71,18 @@ def megatrons_generators() -> Restorer:
     return restored
 
 
-def no_leaves(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def no_leaves(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
     """``checkpoint(function, distribute_saved_activations, *args)`` for a function that may return a
     parameter itself."""
 
-    @functools.wraps(checkpoint)
-    def checkpoint_(function: Callable[..., Any], *args: Any) -> Any:
-        def viewed(*inputs: Any) -> Any:
-            outputs = function(*inputs)
-            if isinstance(outputs, tuple):
-                return tuple(map(_no_leaf, outputs))
-            return _no_leaf(outputs)
+    def viewed(*inputs: Any) -> Any:
+        outputs = function(*inputs)
+        if isinstance(outputs, tuple):
+            return tuple(map(_no_leaf, outputs))
+        return _no_leaf(outputs)
 
-        return checkpoint(viewed, *args)
-
-    return checkpoint_
+    return checkpoint(viewed, *args)
 
 
 def norms_of(layer: Any) -> dict[str, Any]:
@@ -110,17 +107,15 @@ def _recompute_in_linear_layers(layer: Any, on: bool) -> None:
             module.recompute_norm = on
 
 
-def in_linear_layers_too(init: Callable[..., None]) -> Callable[..., None]:
+@around
+def in_linear_layers_too(
+    init: Callable[..., None], self: Any, config: Any, *args: Any, **kwargs: Any
+) -> None:
     """``TransformerLayer.__init__``: upstream's ``layernorm`` passes by norms in linear layers."""
-
-    @functools.wraps(init)
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, config, *args, **kwargs)
-        selective = config.recompute_granularity == "selective"
-        if selective and "layernorm" in config.recompute_modules:
-            _recompute_in_linear_layers(self, True)
-
-    return __init__
+    init(self, config, *args, **kwargs)
+    selective = config.recompute_granularity == "selective"
+    if selective and "layernorm" in config.recompute_modules:
+        _recompute_in_linear_layers(self, True)
 
 
 def _no_leaf(output: Any) -> Any:

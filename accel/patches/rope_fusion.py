@@ -14,14 +14,13 @@ without it, factor included.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from accel.feature import Context, Feature
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE, te_installed, te_serves
 
 _WHY = (
@@ -66,25 +65,22 @@ def apply_thd(
     return rope_utils._apply_rotary_pos_emb_thd(t, cu_seqlens, freqs, interleaved, cp_group=group)
 
 
-def with_the_factor(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+@around
+def with_the_factor(
+    original: Callable[..., Tensor],
+    t: Tensor,
+    freqs: Tensor,
+    config: Any,
+    cu_seqlens: Tensor | None = None,
+    mscale: float = 1.0,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
     """Wraps ``apply_rotary_pos_emb``: upstream does not pass YaRN's factor to the fused function of packs."""
-
-    @functools.wraps(original)
-    def apply(
-        t: Tensor,
-        freqs: Tensor,
-        config: Any,
-        cu_seqlens: Tensor | None = None,
-        mscale: float = 1.0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        if cu_seqlens is not None and mscale != 1.0 and config.apply_rope_fusion:
-            config = copy.copy(config)
-            config.apply_rope_fusion = False
-        return original(t, freqs, config, cu_seqlens, mscale, *args, **kwargs)
-
-    return apply
+    if cu_seqlens is not None and mscale != 1.0 and config.apply_rope_fusion:
+        config = copy.copy(config)
+        config.apply_rope_fusion = False
+    return original(t, freqs, config, cu_seqlens, mscale, *args, **kwargs)
 
 
 def without_the_flag(context: Context) -> list[str]:

@@ -24,7 +24,6 @@ when a checkpoint is loaded, nothing is changed when one is saved:
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -32,7 +31,7 @@ from typing import Any
 
 from accel.feature import Feature
 from accel.patches._v_placement import IN_A_V
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 _BEFORE_MLP = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
@@ -54,19 +53,21 @@ _GROUPED = (
 )
 
 
-def load_either(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def load_either(
+    original: Callable[..., Any],
+    sharded_state_dict: Any,
+    checkpoint_dir: str,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Wraps ``dist_checkpointing.load``."""
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 
-    @functools.wraps(original)
-    def load(sharded_state_dict: Any, checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
-        from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-
-        if any(_may_differ(leaf) for leaf in _leaves(sharded_state_dict)):
-            saved = load_sharded_metadata(checkpoint_dir).keys()
-            sharded_state_dict = as_saved(sharded_state_dict, saved)
-        return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
-
-    return load
+    if any(_may_differ(leaf) for leaf in _leaves(sharded_state_dict)):
+        saved = load_sharded_metadata(checkpoint_dir).keys()
+        sharded_state_dict = as_saved(sharded_state_dict, saved)
+    return original(sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
 
 def as_saved(tree: Any, saved: Collection[str]) -> Any:
@@ -98,14 +99,12 @@ def _renamed(name: str, pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
                 yield name.replace(ours, theirs)
 
 
-def load_either_name(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def load_either_name(
+    original: Callable[..., Any], self: Any, state_dict: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Wraps ``MegatronModule.load_state_dict``."""
-
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, as_named(state_dict, self.state_dict()), *args, **kwargs)
-
-    return load_state_dict
+    return original(self, as_named(state_dict, self.state_dict()), *args, **kwargs)
 
 
 def as_named(given: dict[str, Any], wanted: Collection[str]) -> dict[str, Any]:
@@ -158,34 +157,28 @@ class _LastRead:
     """Its files are of the format ``torch``; checkpoints from before there were others do not say so."""
 
 
-def noting_releases(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def noting_releases(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps ``_load_base_checkpoint``."""
-
-    @functools.wraps(original)
-    def _load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        _LastRead.release = bool(found[2])
-        _LastRead.legacy = getattr(found[3], "name", None) == "LEGACY"
-        return found
-
-    return _load_base_checkpoint
+    found = original(*args, **kwargs)
+    _LastRead.release = bool(found[2])
+    _LastRead.legacy = getattr(found[3], "name", None) == "LEGACY"
+    return found
 
 
-def refuse_other_order(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def refuse_other_order(
+    original: Callable[..., Any], checkpoint_args: Any, *rest: Any, **options: Any
+) -> Any:
     """Wraps ``check_checkpoint_args``."""
+    from megatron.training import checkpointing
 
-    @functools.wraps(original)
-    def check_checkpoint_args(checkpoint_args: Any, *rest: Any, **options: Any) -> Any:
-        from megatron.training import checkpointing
-
-        wanted = checkpointing.get_args()  # as upstream's module finds them
-        # of a release upstream loads no optimizer
-        problem = other_order(checkpoint_args, wanted, _LastRead.legacy)
-        if problem and not _LastRead.release:
-            raise ValueError(problem)
-        return original(checkpoint_args, *rest, **options)
-
-    return check_checkpoint_args
+    wanted = checkpointing.get_args()  # as upstream's module finds them
+    # of a release upstream loads no optimizer
+    problem = other_order(checkpoint_args, wanted, _LastRead.legacy)
+    if problem and not _LastRead.release:
+        raise ValueError(problem)
+    return original(checkpoint_args, *rest, **options)
 
 
 def other_order(saved: Any, wanted: Any, legacy: bool = False) -> str | None:

@@ -38,7 +38,7 @@ from accel.memory.swap import MIN_BYTES, Chain, Swap
 from accel.memory.swap_plan import History
 from accel.patches._layers import HYBRID_STACKS, TRANSFORMER_LAYER
 from accel.patches._linear import LINEAR
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.slot import Slot
 from accel.start_up import say
 from accel.upstream import SUPPORTED_RANGE, te_layers_asked
@@ -128,17 +128,13 @@ def rate_of(swap: Swap) -> float:
     return 0.0 if swap.lanes.shares_host_memory else min(measure_copies(swap.device))
 
 
-def swapping(forward: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def swapping(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """``TransformerBlock.forward``, or that of a hybrid model's stack, of which each call is a chain."""
-
-    @functools.wraps(forward)
-    def forward_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(self, *args, **kwargs)
-        with ON.value.running(self):
-            return forward(self, *args, **kwargs)
-
-    return forward_
+    if not torch.is_grad_enabled():
+        return forward(self, *args, **kwargs)
+    with ON.value.running(self):
+        return forward(self, *args, **kwargs)
 
 
 def _tell(history: History) -> None:
@@ -153,30 +149,26 @@ def _tell(history: History) -> None:
     )
 
 
-def choosing(init: Callable[..., None]) -> Callable[..., None]:
+@around
+def choosing(init: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """``TransformerLayer.__init__``: the chosen modules are groups of the chain that runs them."""
-
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if getattr(self.config, "overlap_moe_expert_parallel_comm", False):
-            log_once(
-                "swap_attention",
-                "nothing is swapped with overlap_moe_expert_parallel_comm: layers run in pieces there",
-            )
-        if _all_recomputed(self.config):
-            log_once(
-                "swap_attention or memory_budget",
-                "nothing is swapped in layers that are computed again as a whole "
-                "(recompute_granularity='full' in the configuration)",
-            )
-        if reason := _graphs(self.config, "cuda_graph_impl="):
-            raise ValueError(f"swap_attention: {reason}")
-        for module in modules_of(self, ON.value.modules):
-            module.register_forward_pre_hook(_enter)
-            module.register_forward_hook(_leave, always_call=True)
-
-    return __init__
+    init(self, *args, **kwargs)
+    if getattr(self.config, "overlap_moe_expert_parallel_comm", False):
+        log_once(
+            "swap_attention",
+            "nothing is swapped with overlap_moe_expert_parallel_comm: layers run in pieces there",
+        )
+    if _all_recomputed(self.config):
+        log_once(
+            "swap_attention or memory_budget",
+            "nothing is swapped in layers that are computed again as a whole "
+            "(recompute_granularity='full' in the configuration)",
+        )
+    if reason := _graphs(self.config, "cuda_graph_impl="):
+        raise ValueError(f"swap_attention: {reason}")
+    for module in modules_of(self, ON.value.modules):
+        module.register_forward_pre_hook(_enter)
+        module.register_forward_hook(_leave, always_call=True)
 
 
 def _all_recomputed(given: Any) -> bool:

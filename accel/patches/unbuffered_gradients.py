@@ -32,7 +32,7 @@ from accel.log import log_once
 from accel.ops import l2_norm
 from accel.patches._inner_masters import refused
 from accel.patches._settings import first_given
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE, flag_of, fused_adam_library
 
 _HERE = "accel.patches.unbuffered_gradients"
@@ -88,44 +88,42 @@ def _asked_of(owner: Any) -> str | None:
     return option and f"{flag_of(option)}: {_BUFFERED[option]}"
 
 
-def without_fusion(configure: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def without_fusion(configure: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wraps ``core_transformer_config_from_args``."""
-
-    @functools.wraps(configure)
-    def configure_(*args: Any, **kwargs: Any) -> Any:
-        config = configure(*args, **kwargs)
-        config.gradient_accumulation_fusion = False
-        return config
-
-    return configure_
+    config = configure(*args, **kwargs)
+    config.gradient_accumulation_fusion = False
+    return config
 
 
-def without_buffer(init: Callable[..., None]) -> Callable[..., None]:
+@around
+def without_buffer(
+    init: Callable[..., None],
+    self: Any,
+    config: Any,
+    ddp_config: Any,
+    module: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     """Wraps ``DistributedDataParallel.__init__``."""
-
-    @functools.wraps(init)
-    def __init__(
-        self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        params = [p for p in module.parameters() if p.requires_grad]
-        if reason := _is_needed(config, ddp_config, params):
-            log_once(_NAME, f"a model has the buffer for its gradients: {reason}")
-            init(self, config, ddp_config, module, *args, **kwargs)
-            return
-        for param in params:  # upstream makes buffers and hooks for those that are trained
-            param.requires_grad_(False)
-        try:
-            init(self, config, ddp_config, module, *args, **kwargs)
-        finally:
-            for param in params:
-                param.requires_grad_(True)
-        self.__class__ = _unbuffered(self.__class__)
-        self.accel_params = params
+    params = [p for p in module.parameters() if p.requires_grad]
+    if reason := _is_needed(config, ddp_config, params):
+        log_once(_NAME, f"a model has the buffer for its gradients: {reason}")
+        init(self, config, ddp_config, module, *args, **kwargs)
+        return
+    for param in params:  # upstream makes buffers and hooks for those that are trained
+        param.requires_grad_(False)
+    try:
+        init(self, config, ddp_config, module, *args, **kwargs)
+    finally:
         for param in params:
-            param.grad_added_to_main_grad = False
-            param.register_post_accumulate_grad_hook(_keep)
-
-    return __init__
+            param.requires_grad_(True)
+    self.__class__ = _unbuffered(self.__class__)
+    self.accel_params = params
+    for param in params:
+        param.grad_added_to_main_grad = False
+        param.register_post_accumulate_grad_hook(_keep)
 
 
 def _is_needed(config: Any, ddp_config: Any, params: Sequence[Any]) -> str | None:
