@@ -7,14 +7,13 @@ Megatron makes NCCL's options with a keyword, which HCCL's do not take; it does 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
 from accel.feature import Feature
-from accel.patching import Patch
+from accel.patching import Patch, around
 from accel.upstream import SUPPORTED_RANGE
 
 PRIORITY = "is_high_priority_stream"
@@ -31,26 +30,24 @@ FEATURE = Feature(
             target="megatron.core.parallel_state:get_nccl_options",
             replacement="accel.patches.hccl_options:options_of_hccl",
             how="wrap",
-            expects=("pg_name", "nccl_comm_cfgs"),
             why="NCCL's options take a keyword; HCCL's, which torch-npu puts in their place, do not.",
         ),
     ),
 )
 
 
-def options_of_hccl(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_options(pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]) -> Any:
-        if pg_name not in nccl_comm_cfgs:
-            return None
-        wanted = nccl_comm_cfgs[pg_name]
-        if others := sorted(wanted.keys() - {PRIORITY}):
-            raise ValueError(
-                f"--nccl-communicator-config-path: {', '.join(others)} of {pg_name!r} is for NCCL alone; "
-                f"on Ascend leave in {PRIORITY}"
-            )
-        options = dist.ProcessGroupNCCL.Options()
-        options.is_high_priority_stream = wanted.get(PRIORITY, False)
-        return options
-
-    return get_options
+@around
+def options_of_hccl(
+    original: Callable[..., Any], pg_name: str, nccl_comm_cfgs: Mapping[str, Mapping[str, Any]]
+) -> Any:
+    if pg_name not in nccl_comm_cfgs:
+        return None
+    wanted = nccl_comm_cfgs[pg_name]
+    if others := sorted(wanted.keys() - {PRIORITY}):
+        raise ValueError(
+            f"--nccl-communicator-config-path: {', '.join(others)} of {pg_name!r} is for NCCL alone; "
+            f"on Ascend leave in {PRIORITY}"
+        )
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = wanted.get(PRIORITY, False)
+    return options
