@@ -181,8 +181,8 @@ def all_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_reduce_in_fp64(
         tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
-        member = dist.get_rank(group) >= 0
-        if tensor.dtype != torch.float64 or not member or dist.get_backend(group) != "hccl":
+        is_fp64 = tensor.dtype == torch.float64 and dist.get_rank(group) >= 0
+        if not is_fp64 or dist.get_backend(group) != "hccl":
             return original(tensor, op, group, async_op)
         num_ranks = dist.get_world_size(group)
         parts = tensor.new_empty(num_ranks * tensor.numel())
