@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from wrapt import register_post_import_hook
@@ -260,10 +261,26 @@ def _apply_patches(features: Sequence[Feature]) -> Applied:
     owner = {p.target: f.name for f in features for p in f.patches}
     patches = {id(p): p for f in features for p in f.patches}
     try:
-        return patching.apply(list(patches.values()), scope=AUDIENCE)
+        scope = (*AUDIENCE, *_beside_the_script())
+        return patching.apply(list(patches.values()), scope=scope)
     except PatchError as e:
         lines = [f"{owner[p.target]}: {p.target}: {p.text}" for p in e.problems]
         raise PatchError("nothing was patched:\n  " + "\n  ".join(lines), e.problems) from None
+
+
+def _beside_the_script() -> list[str]:
+    """The modules in the script's folder, which are its own code, as ``gpt_builders`` is of Megatron-LM's
+    ``pretrain_gpt.py``: what they have copied of Megatron is replaced as in the script. No packages."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if script is None:
+        return []
+    folder = os.path.dirname(os.path.abspath(script))
+    files = {
+        name: vars(module).get("__file__") or ""
+        for name, module in list(sys.modules.items())
+        if type(module) is ModuleType and "." not in name
+    }
+    return [name for name, file in files.items() if file == os.path.join(folder, f"{name}.py")]
 
 
 SESSION = Session()

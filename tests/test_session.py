@@ -292,6 +292,28 @@ def test_copies_that_somebody_made_before_are_named(
     assert "still upstream's: somebodys_loop.swiglu; call accel.enable() before" in caplog.text
 
 
+def test_copies_of_the_scripts_own_modules_are_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As ``gpt_builders`` is, beside the ``pretrain_gpt.py`` of Megatron-LM's releases."""
+    from megatron.core.fusions import fused_bias_swiglu
+
+    stock = fused_bias_swiglu.bias_swiglu_impl
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/theirs/pretrain.py", raising=False)
+    files = {"builders": "/theirs/builders.py", "library": "/site/library.py"}
+    modules = {name: types.ModuleType(name) for name in files}
+    for name, module in modules.items():
+        module.__file__, module.swiglu = files[name], stock
+        monkeypatch.setitem(sys.modules, name, module)
+    with caplog.at_level("WARNING", logger="accel"):
+        accel.enable(preset="off", fused_activation=True)
+    assert modules["builders"].swiglu is fused_bias_swiglu.bias_swiglu_impl
+    assert modules["library"].swiglu is stock
+    assert "still upstream's: library.swiglu; call" in caplog.text
+    accel.disable()
+    assert modules["builders"].swiglu is stock
+
+
 def test_copies_of_the_functions_that_are_hooked_are_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
