@@ -274,13 +274,18 @@ def _beside_the_script() -> list[str]:
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None:
         return []
-    folder = os.path.dirname(os.path.abspath(script))
+    folder = os.path.dirname(os.path.realpath(script))  # as Python looks for its modules
     files = {
         name: vars(module).get("__file__") or ""
         for name, module in list(sys.modules.items())
-        if type(module) is ModuleType and "." not in name
+        if type(module) is ModuleType
     }
-    return [name for name, file in files.items() if file == os.path.join(folder, f"{name}.py")]
+    return [
+        name
+        for name, file in files.items()
+        if os.path.basename(file) == f"{name}.py"
+        and os.path.dirname(os.path.realpath(file)) == folder
+    ]
 
 
 SESSION = Session()

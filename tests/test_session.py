@@ -7,6 +7,7 @@ import argparse
 import importlib
 import sys
 import types
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -293,14 +294,20 @@ def test_copies_that_somebody_made_before_are_named(
 
 
 def test_copies_of_the_scripts_own_modules_are_replaced(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """As ``gpt_builders`` is, beside the ``pretrain_gpt.py`` of Megatron-LM's releases."""
+    """As ``gpt_builders`` is, beside the ``pretrain_gpt.py`` of Megatron-LM's releases; the script may be
+    called by a link, beside which Python looks for no modules."""
     from megatron.core.fusions import fused_bias_swiglu
 
     stock = fused_bias_swiglu.bias_swiglu_impl
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/theirs/pretrain.py", raising=False)
-    files = {"builders": "/theirs/builders.py", "library": "/site/library.py"}
+    script, link = tmp_path / "theirs" / "pretrain.py", tmp_path / "start.py"
+    link.symlink_to(script)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(link), raising=False)
+    files = {
+        "builders": str(script.with_name("builders.py")),
+        "library": str(tmp_path / "library.py"),
+    }
     modules = {name: types.ModuleType(name) for name in files}
     for name, module in modules.items():
         module.__file__, module.swiglu = files[name], stock

@@ -66,32 +66,15 @@ def forward_fused(
     attention_bias: Tensor | None = None,
     packed_seq_params: Any = None,
 ) -> Tensor:
+    rest = (attn_mask_type, attention_bias, packed_seq_params)
     if self.config.attention_backend.name == "unfused":
-        return original(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            attn_mask_type,
-            attention_bias,
-            packed_seq_params,
-        )
+        return original(self, query, key, value, attention_mask, *rest)
     options, reason = _options(self, query, key, attention_mask, attn_mask_type, packed_seq_params)
     scale = scale_of(self)
     reason = reason or _unserved(self, query, value, scale, attention_bias)
     if reason is not None:
         log_fallback("attention", reason)
-        return original(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            attn_mask_type,
-            attention_bias,
-            packed_seq_params,
-        )
+        return original(self, query, key, value, attention_mask, *rest)
     value = values_apart(query, key, value, self.config)
     options |= {"softmax_scale": scale, "offset": self.softmax_offset}
     out, _ = attention(query, key, value, **options, **dropout_of(self, query.device))

@@ -5,9 +5,9 @@ and refuses to be built without them. Here they are Megatron's own unfused funct
 are those of ``--no-rope-fusion``; the feature ``fused_rope`` replaces what both lead to by a kernel.
 
 Three layouts do without the flag, and say so: interleaved pairs, which Megatron allows with it from
-Transformer Engine 2.3 on; YaRN, whose factor Megatron leaves out with it where sequences are packed; and but
-for GPUs multi-latent attention, whose fused kernels are Triton's. Without the flag they come to the same
-functions. A configuration of YaRN's that asks for the fusion without a command line has its packs rotated
+Transformer Engine 2.3 on; YaRN, whose factor Megatron leaves out with it where sequences are packed; and,
+without a GPU, multi-latent attention, whose fused kernels are Triton's. They come to the same functions
+then. A configuration of YaRN's that asks for the fusion without a command line has its packs rotated
 without it, factor included.
 """
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from accel.device import npu
+from accel.patches import _pipeline
 from accel.testing.distributed import under_torchrun
 from tests.distributed.training import MLA, SCRIPT, losses, model
 from tests.npu.schemas import WHEEL
@@ -99,6 +100,22 @@ def test_a_time_out_is_set_on_what_serves_the_group() -> None:
     assert found == []
     npu.set_pg_timeout(set_by_torch)(minute, group("npu"))
     assert found == [minute]
+
+
+def test_one_queue_for_all_neighbours_is_told_by_what_makes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def told(device: str, bound: object) -> str | None:
+        group: Any = SimpleNamespace(bound_device_id=bound)
+        place: Any = SimpleNamespace(type=device)
+        return _pipeline._one_queue_for_all(group, place)
+
+    monkeypatch.setenv("P2P_HCCL_BUFFSIZE", "20")
+    assert told("npu", "npu:0") is None
+    monkeypatch.setenv("P2P_HCCL_BUFFSIZE", "0")
+    assert told("npu", None) == "P2P_HCCL_BUFFSIZE=0 is set: then HCCL"
+    assert told("cuda", None) is None
+    assert told("cuda", "cuda:0") == "init_process_group was given a device_id: then NCCL"
 
 
 @pytest.mark.parametrize(
