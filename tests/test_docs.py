@@ -1,6 +1,7 @@
 """The generated pages are what the features and the results say."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,25 @@ def test_the_best_peers_are_measured_ones(tmp_path: Path, monkeypatch: pytest.Mo
         "| `rms_norm` |  | forward 2 x 8: **2** us, quack 3 (1.50x) |",
         "| `swiglu` | 8x8: **4** ms, b 5 (1.25x) |  |",
     ]
+
+
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    local = [link.partition("#")[0] for link in links if not re.match(r"https?:", link)]
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+def test_the_readme_names_features_that_exist() -> None:
+    from accel.cli.features import describe
+    from accel.patches import FEATURES
+
+    text = (ROOT / "README.md").read_text()
+    flags = {flag for f in FEATURES for flag in (f.flag, *map(str, describe(f)["settings"]))}
+    known = {flag.split()[0] for flag in flags} | {"--accel-preset", "--accel-strict"}
+    named = set(re.findall(r"--accel-[a-z][a-z-]*[a-z]", text))
+    assert len(named) > 10
+    assert named <= known
