@@ -60,6 +60,7 @@ _BUFFERED = {
     "rampup_batch_size": "steps come to have more micro-batches",
     "step_batch_size_schedule": "steps come to have more micro-batches",
     "accel_host_optimizer": "gradients travel in fp32",
+    "yaml_cfg": "the model's configuration is made by another function",
     "accel_memory_budget": "its plan counts on gradients that are there",
 }
 """Option of Megatron's, or wish -> why the buffer is needed."""

@@ -302,6 +302,7 @@ ARGS = {
         ({"cuda_graph_impl": "none"}, None),
         ({"rampup_batch_size": ["2", "2", "9"]}, "--rampup-batch-size: steps come to have more"),
         ({"accel_host_optimizer": True}, "--accel-host-optimizer: gradients travel in fp32"),
+        ({"yaml_cfg": "run.yaml"}, "--yaml-cfg: the model's configuration is made by another"),
         ({"accel_memory_budget": 4.0}, "--accel-memory-budget: its plan counts on gradients"),
     ],
     ids=str,
