@@ -42,8 +42,8 @@ longer sequences and fewer heads of keys make easier. `all_gather` and `a2a` hid
 `a2a` sends least. A window is served by gathering keys, as are documents that begin anywhere
 (`--reset-attention-mask`).
 
-Each of the four serves `--softmax-type off-by-one` and `learnable`, and in the default spec, but for packed
-sequences, `--qk-clip` and `--log-max-attention-logit` (Megatron needs `--bf16` or `--fp16` for these two).
+Each of the four serves `--softmax-type off-by-one` and `learnable`, and in the default spec `--qk-clip` and
+`--log-max-attention-logit` (Megatron needs `--bf16` or `--fp16` for these two).
 
 Video models, whose blocks alternate between space and time, need no attention over ranks but one all-to-all
 between two blocks: `accel.parallel.context.spatio_temporal`, with `examples/video_transformer.py`.

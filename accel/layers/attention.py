@@ -316,13 +316,14 @@ class DotProductAttention(ExtraState):
             # Transformer Engine's window of a causal layer
             if window == (-1, 0) and "causal" not in kind:
                 window = (-1, -1)
+        qkv = (query_layer, key_layer, value_layer)
         if layout == "thd":
             if cu_seqlens_q is None or cu_seqlens_kv is None:
                 raise ValueError("qkv_format='thd' needs cu_seqlens_q and cu_seqlens_kv")
             starts = (cu_seqlens_q, cu_seqlens_kv)
             padded = (cu_seqlens_q_padded, cu_seqlens_kv_padded)
-            return self._packed(query_layer, key_layer, value_layer, kind, window, starts, padded)
-        qkv = (query_layer, key_layer, value_layer)
+            out, max_logit = self._packed(*qkv, kind, window, starts, padded)
+            return (out, max_logit) if self.return_max_logit else out
         q, k, v = (t.transpose(0, 1) for t in qkv) if layout == "bshd" else qkv
         if attention_mask is None and "padding" in kind:
             if cu_seqlens_kv is not None:
@@ -345,8 +346,8 @@ class DotProductAttention(ExtraState):
         window: tuple[int, int] | None,
         starts: tuple[Tensor, Tensor],
         padded: tuple[Tensor | None, Tensor | None],
-    ) -> Tensor:
-        """`[T, H E]`."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """`[T, H E]`, and the largest score of each head, padding included, if it is to be returned."""
         if kind == "arbitrary":
             raise ValueError(
                 "attn_mask_type='arbitrary' with packed sequences, which have no mask of their own: use "
@@ -354,10 +355,6 @@ class DotProductAttention(ExtraState):
             )
         causal = "causal" in kind
         lengths = packed_starts(starts, padded, causal)
-        if self.return_max_logit:
-            raise NotImplementedError(
-                "packed sequences: the largest logit is asked for; accel has that for sbhd and bshd"
-            )
         if causal and "bottom_right" not in kind and q.shape[0] != k.shape[0]:
             raise NotImplementedError(
                 f"packed sequences: attn_mask_type={kind!r} from the top left for {q.shape[0]} queries and "
@@ -365,7 +362,7 @@ class DotProductAttention(ExtraState):
             )
         mask: dict[str, Any] = {"causal": causal, "window": window}
         attend = self._fused if self.context_groups is None else self._split
-        return attend(q, k, v, mask, **lengths)[0]
+        return attend(q, k, v, mask, **lengths)
 
     def _dense(
         self,
@@ -438,9 +435,9 @@ class DotProductAttention(ExtraState):
     ) -> tuple[Tensor, Tensor | None]:
         """The result, and the largest score of each head if it is to be returned."""
         compute = attention_ref if attention is None else attention
-        how = {**mask, "softmax_scale": self.softmax_scale}
+        how = {**mask, **lengths, "softmax_scale": self.softmax_scale}
         max_logit = largest_scores(q, k, **how) if self.return_max_logit else None
-        how |= {"offset": self._offset(q), **lengths, **self._dropout(q.device)}
+        how |= {"offset": self._offset(q), **self._dropout(q.device)}
         out, _ = compute(q, k, self._values(q, k, v), **how)
         return out.flatten(-2), max_logit
 

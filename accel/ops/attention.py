@@ -648,14 +648,17 @@ def largest_scores(
     softmax_scale: float | None = None,
     causal: bool = False,
     window: tuple[int, int] | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
 ) -> Tensor:
     """The largest scaled score of each head, of those between queries and the keys that they see.
 
-    Scores are in the dtype of q, as in `attention_ref`, and never stored for all queries.
+    Scores are in the dtype of q, as in `attention_ref`, and never stored for all queries. Those of a pack are
+    computed for all of its keys, of other sequences too, so that the host need not know where they start.
 
     Args:
-        q: `[Q, B, H, D]`, on any device; none of the sizes is 0.
-        k: `[K, B, G, D]`.
+        q: `[Q, B, H, D]`, or `[T, H, D]` of a pack, on any device.
+        k: `[K, B, G, D]`, or `[T, G, D]`.
         The others: as for :func:`attention`.
 
     Returns:
@@ -663,14 +666,37 @@ def largest_scores(
     """
     left, right = _limits(causal, window)
     scale = _scale(q, softmax_scale)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        places, of_q, of_k = _places(q.shape[0], k.shape[0], q.device), None, None
+    else:
+        places, of_q, of_k = _places_of_pack(q.shape[0], k.shape[0], cu_seqlens_q, cu_seqlens_k)
+        q, k = q[:, None], k[:, None]
     (_, batch, heads, _), (num_keys, _, groups, _) = q.shape, k.shape
-    keys = k.permute(1, 2, 3, 0).flatten(0, 1)  # [B G, D, K]
-    places = _places(q.shape[0], num_keys, q.device)
     largest = q.new_full((heads,), -torch.inf, dtype=torch.float32)
-    for rows, at in zip(q.split(QUERIES_AT_ONCE), places.split(QUERIES_AT_ONCE), strict=True):
-        of_group = rows.permute(1, 2, 0, 3).reshape(batch * groups, -1, q.shape[3])
-        scores = torch.baddbmm(q.new_zeros(1), of_group, keys, beta=0, alpha=scale)
-        scores = scores.view(batch, heads, len(at), num_keys)
-        scores = scores.masked_fill(_hidden(at, num_keys, left, right), -torch.inf)
+    if not q.numel() or not k.numel():
+        return largest
+    keys = k.permute(1, 2, 3, 0).flatten(0, 1)  # [B G, D, K]
+    for first in range(0, q.shape[0], QUERIES_AT_ONCE):
+        at = slice(first, first + QUERIES_AT_ONCE)
+        rows = q[at].permute(1, 2, 0, 3).reshape(batch * groups, -1, q.shape[3])
+        hidden = _hidden(places[at], num_keys, left, right)
+        if of_q is not None:
+            hidden |= of_q[at, None] != of_k
+        scores = torch.baddbmm(q.new_zeros(1), rows, keys, beta=0, alpha=scale)
+        scores = scores.view(batch, heads, -1, num_keys).masked_fill(hidden, -torch.inf)
         largest = torch.maximum(largest, scores.amax(dim=(0, 2, 3)).float())
     return largest
+
+
+def _places_of_pack(
+    num_queries: int, num_keys: int, starts_q: Tensor, starts_k: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each query is among the keys of all sequences, and the sequences of queries and of keys; of those
+    behind the last sequence, numbers that none of the others has."""
+    at_q, at_k = (torch.arange(n, device=starts_q.device) for n in (num_queries, num_keys))
+    of_q = torch.searchsorted(starts_q[1:], at_q, right=True)
+    of_k = torch.searchsorted(starts_k[1:], at_k, right=True)
+    behind = of_q == len(starts_q) - 1
+    ends = of_q.masked_fill(behind, 0) + 1
+    places = at_q - starts_q[ends] + starts_k[ends]
+    return places, of_q.masked_fill(behind, -1), of_k

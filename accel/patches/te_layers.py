@@ -23,8 +23,8 @@ optimizer of its own are decided. So Megatron itself refuses split attention (2.
 experts (2.14) and the dense MLP as a group of one (2.14), which computes in FP8 only.
 
 Context parallelism, for which stock needs Transformer Engine, is ``context_parallel``'s, which see.
-For the largest logit scores are computed once more, a slice of queries at a time. Packed sequences have none:
-flags that ask for both are an error.
+For the largest logit scores are computed once more, a slice of queries at a time; those of packed sequences
+between all tokens of a pack, of which each sequence's own count, its padding included.
 
 Megatron's BERT script takes these layers whatever ``--transformer-impl`` says, unless ``--spec local`` is
 given, and imports their spec before arguments are read: what it imports is filled when the feature is on.
@@ -51,7 +51,6 @@ from accel.patches._te_execution import QUANTIZED, UNQUANTIZED
 from accel.patches._te_packs import OF_PACKS
 from accel.patches._te_remade import make_again
 from accel.patches._te_versions import EXPERTS, EXTENSION, VERSION, flagged
-from accel.patches.fused_attention import PACKING
 from accel.patching import Patch
 from accel.upstream import SUPPORTED_RANGE, flag_of, te_installed, te_serves
 
@@ -226,7 +225,6 @@ def prepare(context: Context) -> list[str]:
     if te_installed() or getattr(args, "transformer_impl", None) != "transformer_engine":
         return []
     refuse_quantized(args)
-    _refuse_packs(context)
     of_logits = [flag_of(name) for name in _OF_LOGITS if getattr(args, name, False)]
     if of_logits and not (getattr(args, "bf16", False) or getattr(args, "fp16", False)):
         raise ValueError(
@@ -239,18 +237,6 @@ def prepare(context: Context) -> list[str]:
             "attention takes no mask there, accel's as Transformer Engine's; with local it does"
         ]
     return []
-
-
-def _refuse_packs(context: Context) -> None:
-    packing = [name for name in PACKING if getattr(context.args, name, False)]
-    if getattr(context.args, "hybrid_context_parallel", False):
-        packing += [] if context.megatron.startswith("0.17.") else ["hybrid_context_parallel"]
-    asked = [flag_of(name) for name in _OF_LOGITS if getattr(context.args, name, False)]
-    if packing and asked:
-        raise ValueError(
-            f"{' '.join(asked)} with {' '.join(map(flag_of, packing))}: accel's layers have that for whole "
-            "sequences, not for packed ones: leave one of them out"
-        )
 
 
 def _idle(context: Context) -> str | None:

@@ -223,6 +223,27 @@ def test_layers_with_an_offset_and_the_largest_logit(comm_type: str, softmax_typ
         torch.testing.assert_close(got, expected[own], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("comm_type", COMM_TYPES)
+def test_the_largest_logit_of_a_pack(comm_type: str, causal: bool) -> None:
+    qkv = whole(torch.float32, 2, TOKENS)[:3]
+    starts = torch.tensor(STARTS, dtype=torch.int32)
+    kind = "padding_causal" if causal else "padding"
+
+    def largest(rows: Any, **shared: Any) -> Tensor:
+        layer = DotProductAttention(
+            *(HEADS, (WIDTH_QK, WIDTH_V), 2), qkv_format="thd", return_max_logit=True, **shared
+        )
+        own = [t[rows] for t in qkv]
+        found = layer(*own, cu_seqlens_q=starts, cu_seqlens_kv=starts, attn_mask_type=kind)[1]
+        assert isinstance(found, Tensor)
+        return found
+
+    alone = largest(slice(None))
+    shared = largest(mine(starts), cp_group=groups(comm_type), cp_comm_type=comm_type)
+    torch.testing.assert_close(shared, alone)
+
+
 TWO_RINGS = [
     Ring(window=window, keep=keep)
     for window, keep in [(1, "keys"), (1, "keys and values"), (2, "none"), (2, "keys"), (4, "none")]

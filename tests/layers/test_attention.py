@@ -313,12 +313,17 @@ def test_a_learnable_offset_is_made_on_the_gpu_that_the_tracker_forks(monkeypatc
         assert layers._device().type == "meta"
 
 
-def test_packs_have_no_largest_logit() -> None:
-    starts = torch.tensor([0, S], dtype=torch.int32)
+PACK = (slice(0, 3), slice(3, S))
+
+
+def test_the_largest_logit_of_a_pack_is_that_of_its_sequences() -> None:
+    starts = torch.tensor([0, 3, S], dtype=torch.int32)
     q, k, v = (t[:, 0] for t in qkv())
     attend = layer(qkv_format="thd", return_max_logit=True)
-    with pytest.raises(NotImplementedError, match="packed sequences: the largest logit"):
-        attend(q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    out, largest = attend(q, k, v, cu_seqlens_q=starts, cu_seqlens_kv=starts)
+    alone = [layer(return_max_logit=True)(*(t[at, None] for t in (q, k, v)), None) for at in PACK]
+    torch.testing.assert_close(out, torch.cat([each[:, 0] for each, _ in alone]))
+    torch.testing.assert_close(largest, torch.stack([of_head for _, of_head in alone]).amax(0))
 
 
 @needs_native

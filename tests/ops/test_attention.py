@@ -342,6 +342,27 @@ def test_the_largest_scores_of_each_head_are_of_the_keys_that_queries_see(querie
     torch.testing.assert_close(largest_scores(q, k, **mask), expected.float())
 
 
+@settings(deadline=None, max_examples=40)
+@given(lengths=packs(), padding=st.sampled_from([0, 3]), mask=masks())
+def test_the_largest_scores_of_a_pack_are_those_of_its_sequences(lengths, padding, mask):
+    """Tokens behind the last sequence would have the largest of all."""
+    mask = {name: mask[name] for name in ("causal", "window") if name in mask}
+    q, k, _ = (
+        t[:, 0] for t in qkv(sum(lengths[0]) + padding, sum(lengths[1]) + padding, 1, seed=3)
+    )
+    begin_q, begin_k = map(starts, lengths)
+    for rows, begin in ((q, begin_q), (k, begin_k)):
+        rows[begin[-1] :] = 100.0
+    found = largest_scores(q, k, **mask, cu_seqlens_q=begin_q, cu_seqlens_k=begin_k)
+    expected = torch.full_like(found, -torch.inf)
+    for (of_q, until_q), (of_k, until_k) in zip(
+        begin_q.unfold(0, 2, 1), begin_k.unfold(0, 2, 1), strict=True
+    ):
+        alone = largest_scores(q[of_q:until_q, None], k[of_k:until_k, None], **mask)
+        expected = torch.maximum(expected, alone)
+    torch.testing.assert_close(found, expected)
+
+
 @needs_native
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_nan_and_inf_stay_visible(bad):

@@ -63,26 +63,6 @@ def start(version: str = "0.19.2", **args: object) -> list[str]:
     return te_layers.prepare(Context("cpu", version, SimpleNamespace(**args)))
 
 
-@pytest.mark.parametrize(
-    ("asked", "flag"),
-    [
-        ({"qk_clip": True}, "--qk-clip"),
-        ({"log_max_attention_logit": True}, "--log-max-attention-logit"),
-    ],
-)
-def test_what_packs_have_not_is_refused_at_the_start(asked: dict[str, object], flag: str) -> None:
-    assert start(**asked) == []
-    message = f"^{flag} with --sft: .* leave one of them out$"
-    with pytest.raises(ValueError, match=message):
-        start(sft=True, **asked)
-    assert start(sft=True, softmax_type="learnable") == []
-    assert start(sft=True, **asked, transformer_impl="local") == []
-    dynamic = {"hybrid_context_parallel": True, **asked}
-    assert start("0.17.1", **dynamic) == [], "no packs there"
-    with pytest.raises(ValueError, match=f"^{flag} with --hybrid-context-parallel: "):
-        start("0.18.2", **dynamic)
-
-
 def test_largest_logits_in_fp32_are_refused_at_the_start() -> None:
     asked = {"qk_clip": True, "log_max_attention_logit": True}
     message = "--qk-clip --log-max-attention-logit in fp32: .* give --bf16 or --fp16"

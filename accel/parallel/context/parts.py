@@ -58,7 +58,7 @@ class Attention:
     offset: Tensor | None = None
     """`[H]`, the score of one more key, of value 0, that every query sees."""
     largest: Tensor | None = None
-    """`[H]` fp32, raised to the largest score of each head in every part that is computed; not of packs."""
+    """`[H]` fp32, raised to the largest score of each head in every part that is computed."""
 
     def of_heads(self, heads: range) -> Attention:
         """The same where queries have these heads alone."""
@@ -87,20 +87,22 @@ class Attention:
         self, q: Tensor, k: Tensor, v: Tensor, part: Part, offset: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         if self.largest is not None:
-            mask: dict[str, Any] = {"causal": part.causal, "window": part.window}
-            found = largest_scores(q, k, softmax_scale=self.softmax_scale, **mask)
+            found = largest_scores(q, k, **self._scores(part))
             torch.maximum(self.largest, found, out=self.largest)
         compute = attention if self.kernel else attention_ref
         return compute(q, k, v, offset=offset, **self._options(part))
 
-    def _options(self, part: Part) -> dict[str, Any]:
-        options: dict[str, Any] = {
+    def _scores(self, part: Part) -> dict[str, Any]:
+        return {
             "softmax_scale": self.softmax_scale,
             "causal": part.causal,
             "window": part.window,
             "cu_seqlens_q": part.cu_seqlens_q,
             "cu_seqlens_k": part.cu_seqlens_k,
         }
+
+    def _options(self, part: Part) -> dict[str, Any]:
+        options = self._scores(part)
         if self.dropout and self.seed is not None:
             places = (0, self.first_head, part.first_query, part.first_key)
             options |= {"dropout": self.dropout, "seed": seed_at(self.seed, places)}
