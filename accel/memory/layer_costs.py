@@ -74,6 +74,24 @@ class Costs:
     moved: dict[str, int] = field(default_factory=dict)
     """Part -> bytes that a swap moves, the layer's input among them, unless the part is computed again."""
 
+    def numbers(self, parts: Sequence[str]) -> list[float]:
+        """All in a row: as many for every layer, for ranks to compare."""
+        found: list[float] = [self.num_bytes, self.seconds, self.moved.get(OTHER, 0)]
+        for part in parts:
+            found += self.parts.get(part, (0, 0.0))
+            found += (self.twice.get(part, 0), self.moved.get(part, 0))
+        return found
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[float], parts: Sequence[str]) -> Costs:
+        num_bytes, seconds, other, *rest = numbers
+        found = cls(int(num_bytes), seconds, moved={OTHER: int(other)})
+        for part, of_part in zip(parts, itertools.batched(rest, 4), strict=True):
+            part_bytes, part_seconds, twice, moved = of_part
+            found.parts[part] = int(part_bytes), part_seconds
+            found.twice[part], found.moved[part] = int(twice), int(moved)
+        return found
+
 
 @dataclass(frozen=True)
 class Choice(Option):

@@ -33,45 +33,38 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from accel.feature import Context, Feature, Setting
-from accel.layers.linear import LayerNormLinear
 from accel.log import log_once
 from accel.memory.layer_costs import (
-    OTHER,
     Choice,
     Costs,
-    Hook,
     Movable,
-    Span,
     bytes_of,
-    evened,
     measure,
-    options_of,
     tensors_of,
 )
-from accel.memory.planner import CannotMeet, Layer, Plan, choose, table
+from accel.memory.planner import CannotMeet, Plan, table
 from accel.memory.recompute import Recomputed, Restorer
+from accel.memory.stage_budget import Figures, Stage, largest_of_stage
 from accel.patches import recompute_activation, swap_attention
 from accel.patches._inner_masters import HOST, SHARED, WANTED
 from accel.patches._kernels import kernels
+from accel.patches._layer_spans import ATTENTION, PARTS, spans, switch
 from accel.patches._layers import MAMBA_LAYER, TRANSFORMER_LAYER
 from accel.patches._linear import LINEAR
 from accel.patches._router_state import router_state, unlogged_indexer
-from accel.patches.recompute_modules import megatrons_generators, norms_of, recompute_norms
+from accel.patches.recompute_modules import megatrons_generators
 from accel.patching import Patch, around
 from accel.slot import Slot
 from accel.upstream import SUPPORTED_RANGE, flag_of, te_checkpoints
 
 _HERE = "accel.patches.memory_budget"
 _GIB = 1 << 30
-NORMS, ACTIVATION, ATTENTION = "norms", "activation", "core attention"
-PARTS = (NORMS, ACTIVATION, ATTENTION)
 PATIENCE = 5
 """Iterations until a layer whose backward pass never came, for it is frozen, is taken to keep nothing."""
 CALLS_UNTIL_A_WORD = 8
@@ -118,44 +111,6 @@ class Passes:
     """Whether a layer was timed, which stops the host."""
     peak: int = 0
     seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Peaks if every layer kept everything, in bytes."""
-
-    forward: int
-    """Until the first layer's backward pass begins: the loss is there, and no layer's workspace."""
-    backward: int
-    """In the layers' backward passes."""
-
-    def peak(self, plan: Plan) -> int:
-        return max(self.forward - plan.saved - plan.workspace, self.backward - plan.saved)
-
-    def choose(self, layers: Sequence[Layer], budget: int, in_flight: int) -> Plan:
-        """The fastest plan of those that meet the budget in the one peak, in the other, or in both as one.
-
-        Raises:
-            CannotMeet: none of them meets it in both.
-        """
-        bare = [
-            replace(layer, options=tuple(replace(o, workspace=0) for o in layer.options))
-            for layer in layers
-        ]
-        for problem, needed in (
-            (layers, self.backward - budget),
-            (bare, self.forward - budget),
-            (layers, max(self.forward, self.backward) - budget),
-        ):
-            plan = choose(problem, needed, in_flight)
-            pairs = zip(layers, plan.choices, strict=True)
-            chosen = [next(o for o in layer.options if o.name == c.name) for layer, c in pairs]
-            workspace = max(option.workspace for option in chosen)
-            saved = in_flight * sum(option.saved for option in chosen) - workspace
-            plan = Plan(tuple(chosen), saved, plan.seconds, workspace)
-            if self.peak(plan) <= budget:
-                break
-        return plan
 
 
 class Planner:
@@ -259,37 +214,28 @@ class Planner:
 
     def _decide(self, passes: Passes) -> None:
         layers = list(self.layers.items())
-        rows = [_row(measured) for _, measured in layers]
-        of_a_byte = self.swapping.seconds_of_a_byte()
-        peak, forward_peak, of_a_byte, rows = _largest(
-            (passes.peak, passes.forward_peak or passes.peak, of_a_byte), rows
+        figures = Figures(
+            passes.peak,
+            passes.forward_peak or passes.peak,
+            self.swapping.seconds_of_a_byte(),
+            [(measured.in_flight, measured.costs or Costs()) for _, measured in layers],
         )
-        costs = evened([_costs(row) for row in rows])
+        figures = largest_of_stage(figures, PARTS, _pipeline_stage(), _device())
+        if not layers:
+            self.plan = Plan((), 0, 0.0, 0)
+            self.predicted = figures.peak, passes.seconds
+            return
+        names = [str(layer.layer_number) for layer, _ in layers]
         # the last layer of a block waits for its copies before anything hides them
         blocks = [*(measured.block for _, measured in layers), None]
-        rates = [
-            1 / of_a_byte if block is not None and block == behind else 0.0
-            for block, behind in itertools.pairwise(blocks)
-        ]
-        problem = [
-            options_of(str(layer.layer_number), cost, rate, frozenset({ATTENTION}))
-            for (layer, _), cost, rate in zip(layers, costs, rates, strict=True)
-        ]
-        # a layer that keeps nothing has no backward pass: its micro-batches are never over
-        in_flight = max([int(row[0]) for row in rows if row[1]], default=1)
-        everything = in_flight * sum(cost.num_bytes for cost in costs)
-        # all are computed again: in the backward passes one of them was there as a whole
-        workspace = max([cost.num_bytes for cost in costs], default=0)
-        kept = Kept(forward_peak + everything, peak - workspace + everything)
+        hides = [here is not None and here == behind for here, behind in itertools.pairwise(blocks)]
+        stage = Stage(figures, names, hides, not_swapped=frozenset({ATTENTION}))
         lines = [
-            f"{self.budget / _GIB:.3f} GiB asked, {max(astuple(kept)) / _GIB:.3f} GiB if all is kept"
+            f"{self.budget / _GIB:.3f} GiB asked, "
+            f"{max(stage.forward, stage.backward) / _GIB:.3f} GiB if all is kept"
         ]
-        if not problem:  # a stage without layers
-            self.plan = Plan((), 0, 0.0, 0)
-            self.predicted = peak, passes.seconds
-            return
         try:
-            plan = kept.choose(problem, self.budget, in_flight)
+            plan = stage.choose(self.budget)
         except CannotMeet as error:
             plan = error.best
             lines.append(
@@ -301,13 +247,13 @@ class Planner:
             measured.choice = choice
             switch(layer, choice.parts)
         self.swapping.on = any(choice.link for choice in plan.choices)
-        turns = max((measured.calls for _, measured in layers), default=0) / self.iteration
-        saved = turns * (sum(cost.seconds for cost in costs) - plan.seconds)
-        self.predicted = kept.peak(plan), max(0.0, passes.seconds - saved)
+        turns = max(measured.calls for _, measured in layers) / self.iteration
+        saved = turns * (sum(layer.seconds for layer in stage.layers) - plan.seconds)
+        self.predicted = stage.peak(plan), max(0.0, passes.seconds - saved)
         lines.append(
             f"predicted: {self.predicted[0] / _GIB:.3f} GiB, {1e3 * self.predicted[1]:.1f} ms for the passes"
         )
-        _say([*lines, *table(problem, plan).splitlines()])
+        _say([*lines, *table(stage.layers, plan).splitlines()])
 
     def _compare(self, passes: Passes) -> None:
         peak, seconds = self.predicted
@@ -357,97 +303,6 @@ ON = Slot[Planner]()
 """Filled while the feature is on."""
 
 
-def spans(layer: Any) -> list[Span]:
-    """The parts of a ``TransformerLayer`` or a ``MambaLayer`` that it can compute again."""
-    from megatron.core.transformer.mlp import MLP
-
-    found = [Span(NORMS, _before(norm), _behind(norm)) for norm in norms_of(layer).values()]
-    for module in layer.modules():
-        if isinstance(module, LayerNormLinear):
-            # a method, called once in each forward pass
-            found.append(Span(NORMS, *_around(module, "_norm", functools.partial(_timed, module))))
-        if isinstance(module, MLP):
-            found.append(Span(ACTIVATION, *_around(module, recompute_activation.WATCHERS, tuple)))
-    attention = getattr(layer, "self_attention", None)
-    core = getattr(attention, "core_attention", None)
-    if core is not None and hasattr(attention, "checkpoint_core_attention"):
-        # the output is kept: the projection behind needs it
-        found.append(Span(ATTENTION, _before(core), _behind(core), keeps_output=True))
-    return found
-
-
-def _before(module: torch.nn.Module) -> Hook:
-    return lambda call: module.register_forward_pre_hook(lambda _, args: call(args))
-
-
-def _behind(module: torch.nn.Module) -> Hook:
-    return lambda call: module.register_forward_hook(lambda _, args, output: call(output))
-
-
-Calls = list[Callable[[Any], None]]
-
-
-def _around(
-    module: torch.nn.Module, attribute: str, watching: Callable[[Calls], Any]
-) -> tuple[Hook, Hook]:
-    """By an attribute of the module in place of hooks: what `watching` makes of both calls."""
-    calls: Calls = []
-
-    class Handle:
-        def remove(self) -> None:
-            vars(module).pop(attribute, None)
-
-    def add(call: Callable[[Any], None]) -> Handle:
-        calls.append(call)
-        vars(module)[attribute] = watching(calls)
-        return Handle()
-
-    return add, add
-
-
-def _timed(module: LayerNormLinear, calls: Calls) -> Callable[[Tensor], Tensor]:
-    """The norm of a linear layer."""
-
-    def timed(x: Tensor) -> Tensor:
-        begins, ends = calls
-        begins(x)
-        y = LayerNormLinear._norm(module, x)
-        ends(y)
-        return y
-
-    return timed
-
-
-def switch(layer: Any, parts: frozenset[str]) -> None:
-    """Have a layer compute these parts again, and no others."""
-    from megatron.core.transformer.mlp import MLP
-
-    recompute_norms(layer, NORMS in parts)
-    for module in layer.modules():
-        if isinstance(module, MLP):
-            setattr(module, recompute_activation.MARK, ACTIVATION in parts)
-    attention = getattr(layer, "self_attention", None)
-    if attention is not None and hasattr(attention, "checkpoint_core_attention"):
-        attention.checkpoint_core_attention = ATTENTION in parts
-
-
-def _row(measured: Measured) -> list[float]:
-    costs = measured.costs or Costs()
-    parts = [costs.parts.get(part, (0, 0.0)) for part in PARTS]
-    rest = [costs.twice.get(part, 0) for part in PARTS]
-    rest += [costs.moved.get(part, 0) for part in (OTHER, *PARTS)]
-    flat = [float(value) for value in (*itertools.chain.from_iterable(parts), *rest)]
-    return [float(measured.in_flight), float(costs.num_bytes), costs.seconds, *flat]
-
-
-def _costs(row: Sequence[float]) -> Costs:
-    rest = iter(row[3:])
-    parts = {part: (int(next(rest)), next(rest)) for part in PARTS}
-    twice = {part: int(next(rest)) for part in PARTS}
-    moved = {part: int(next(rest)) for part in (OTHER, *PARTS)}
-    return Costs(int(row[1]), row[2], parts, twice, moved)
-
-
 def _device() -> torch.device:
     return torch.empty(0, device=torch.cuda.current_device()).device
 
@@ -461,30 +316,6 @@ def _anywhere(here: bool) -> bool:
     return bool(found)
 
 
-def _largest(
-    figures: tuple[int, int, float], rows: list[list[float]]
-) -> tuple[int, int, float, list[list[float]]]:
-    """Peak, forward peak, seconds of a byte and rows: the largest of this stage's ranks, so that they
-    decide alike."""
-    if not torch.distributed.is_initialized():
-        return (*figures, rows)
-    from megatron.core import parallel_state
-
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    width = len(_row(Measured(None)))
-    count = torch.tensor(len(rows), device=_device())
-    torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
-    mine = torch.zeros(int(count) + 1, width, dtype=torch.float64, device=_device())
-    mine[0, :4] = torch.tensor([stage, *figures], dtype=torch.float64)
-    if rows:
-        mine[1 : 1 + len(rows)] = torch.tensor(rows, dtype=torch.float64)
-    everyone = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(everyone, mine)
-    same = torch.stack([each for each in everyone if int(each[0, 0]) == stage]).amax(0)
-    _, peak, forward_peak, of_a_byte = same[0, :4].tolist()
-    return int(peak), int(forward_peak), of_a_byte, same[1 : 1 + len(rows)].tolist()
-
-
 def _advice(short: int, layers: Sequence[tuple[Any, Measured]]) -> str:
     """The cheapest thing that is not on and would save so many bytes; of the optimizer, whole states."""
     numel = sum(p.numel() for layer, _ in layers for p in layer.parameters())
@@ -495,18 +326,25 @@ def _advice(short: int, layers: Sequence[tuple[Any, Measured]]) -> str:
     return "more tensor or pipeline parallelism would, or a smaller micro-batch"
 
 
+def _pipeline_stage() -> int:
+    from megatron.core import parallel_state
+
+    if not torch.distributed.is_initialized():
+        return 0
+    return int(parallel_state.get_pipeline_model_parallel_rank())
+
+
 def _say(lines: Sequence[str]) -> None:
     """On the first rank of each pipeline stage."""
-    stage = 0
-    if torch.distributed.is_initialized():
-        from megatron.core import parallel_state
+    from megatron.core import parallel_state
 
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        first = parallel_state.get_tensor_model_parallel_rank() == 0
-        if not first or parallel_state.get_data_parallel_rank(with_context_parallel=True):
-            return
+    if torch.distributed.is_initialized() and (
+        parallel_state.get_tensor_model_parallel_rank()
+        or parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    ):
+        return
     for line in lines:
-        print(f"accel: memory_budget, stage {stage}: {line}", flush=True)
+        print(f"accel: memory_budget, stage {_pipeline_stage()}: {line}", flush=True)
 
 
 @around

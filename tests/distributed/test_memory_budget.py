@@ -32,11 +32,12 @@ def test_trains_as_stock(
     layout: str, share: float, fresh_store: FreshStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The budget: a share of what keeping everything adds to the least."""
-    decide, largest, names, in_flight = Planner._decide, memory_budget._largest, [], []
+    decide, largest, names, in_flight = Planner._decide, memory_budget.largest_of_stage, [], []
 
     def agreed(*figures: Any) -> Any:
-        found = peak, _, _, rows = largest(*figures)
-        memory_budget.ON.value.budget = peak + int(share * sum(row[1] for row in rows))
+        found = largest(*figures)
+        everything = sum(costs.num_bytes for _, costs in found.layers)
+        memory_budget.ON.value.budget = found.peak + int(share * everything)
         return found
 
     def observed(self: Planner, passes: Any) -> None:
@@ -45,7 +46,7 @@ def test_trains_as_stock(
         names.extend(choice.name for choice in self.plan.choices)
         in_flight.extend(m.in_flight for m in self.layers.values())
 
-    monkeypatch.setattr(memory_budget, "_largest", agreed)
+    monkeypatch.setattr(memory_budget, "largest_of_stage", agreed)
     monkeypatch.setattr(Planner, "_decide", observed)
     kind, flags = LAYOUTS[layout]
     check_training(kind, flags, TIGHT.split(), [], fresh_store)

@@ -156,3 +156,14 @@ def test_layers_alike_cost_the_same() -> None:
     )
     assert found[0] == found[2] == Costs(100_032, 2.0, {"norms": (5064, 0.375)})
     assert found[1] == Costs(300_000, 9.0, {"norms": (5000, 0.5)})
+
+
+def test_numbers_and_back() -> None:
+    """In the order of the parts that are asked for; a part that was not measured costs nothing."""
+    costs = Costs(100, 5.0, {"b": (20, 0.25), "a": (10, 0.5)}, {"b": 3}, {OTHER: 7, "a": 15})
+    again = Costs.of_numbers(costs.numbers("abc"), "abc")
+    parts = {"a": (10, 0.5), "b": (20, 0.25), "c": (0, 0.0)}
+    assert list(again.parts.items()) == list(parts.items())
+    moved = {OTHER: 7, "a": 15, "b": 0, "c": 0}
+    assert again == Costs(100, 5.0, parts, {"a": 0, "b": 3, "c": 0}, moved)
+    assert len(Costs().numbers("abc")) == len(costs.numbers("abc"))

@@ -15,6 +15,7 @@ from accel.device.cpu import memory
 from accel.feature import Context, choose, read_settings
 from accel.memory.layer_costs import WHOLE
 from accel.patches import FEATURES, memory_budget, recompute_activation, swap_attention
+from accel.patches._layer_spans import PARTS, switch
 from tests.ops.contract import needs_native
 
 from .blocks import HIDDEN, TOKENS, block, gradients
@@ -172,7 +173,7 @@ def test_what_an_earlier_plan_switched_on_is_off_again() -> None:
         expected = gradients(block(1), 5)[0]
     with one_rank(memory_budget=1.0):
         module = block(1)
-        memory_budget.switch(module.layers[0], frozenset(memory_budget.PARTS))
+        switch(module.layers[0], frozenset(PARTS))
         train(module, 3)
         layer = module.layers[0]
         assert not layer.self_attention.checkpoint_core_attention
