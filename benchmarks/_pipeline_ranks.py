@@ -180,11 +180,11 @@ def transfer(hidden: int) -> tuple[float, float]:
     """Latency, and seconds of a message on the link."""
     from megatron.core import parallel_state
 
-    from accel.patches import _pipeline
+    from accel.parallel.schedule.pipeline_link import pipeline_link
 
     group = parallel_state.get_pipeline_model_parallel_group()
     device, shape = torch.device("cpu"), (SEQUENCE, 1, hidden)
-    link = _pipeline._link(group, shape, torch.float32, device, sized=False)
+    link = pipeline_link(group, shape, torch.float32, device, sized=False)
     found = torch.tensor(link.round_trips(), dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     latency, whole = found.tolist()

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from time import perf_counter
@@ -19,18 +17,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from accel.device.cpu import memory
 from accel.device.streams import one_queue
-from accel.parallel.schedule import Action, Kind, Placement, Schedule, validate, with_transfers
-from accel.parallel.schedule.link import GroupLink
+from accel.parallel.schedule import Kind, Placement, Schedule, validate, with_transfers
+from accel.parallel.schedule.in_order import BACKWARDS, check_order, completing
 from accel.parallel.schedule.measured import Found, Measurement
 from accel.parallel.schedule.names import INTERLEAVED, named, named_forward_only
+from accel.parallel.schedule.pipeline_link import pipeline_link
 from accel.parallel.schedule.queues import posting
 from accel.parallel.schedule.results import to_last_rank
 from accel.parallel.schedule.runtime import ON_HOST, Posting, run
-from accel.parallel.split_backward import WeightPart, input_part
+from accel.patches._pipeline_passes import Passes
 from accel.patches._v_placement import MirroredGroup
 from accel.patching import Patch, around
 from accel.start_up import say
@@ -183,37 +181,10 @@ def _schedule(
     )
     schedule = with_transfers(made) if made.compute_only else made
     validate(schedule)
-    _check_order(schedule)
+    check_order(schedule)
     for own in () if forward_only else schedule.ranks:
-        completing([action for action in own if action.kind in _BACKWARDS])
+        completing([action for action in own if action.kind in BACKWARDS])
     return schedule
-
-
-_ORDERED = (
-    {Kind.FORWARD},
-    {Kind.BACKWARD, Kind.BACKWARD_INPUT},
-    {Kind.BACKWARD, Kind.BACKWARD_WEIGHT},
-)
-
-
-def _check_order(schedule: Schedule) -> None:
-    """Data comes in the order of a rank's forward passes, and gradients add up in that of its backward ones.
-
-    Raises:
-        ValueError: a chunk has passes of one kind that are not in the order of the micro-batches.
-    """
-    for (rank, own), kinds in itertools.product(enumerate(schedule.ranks), _ORDERED):
-        last: dict[int, Action] = {}
-        for action in own:
-            if action.kind not in kinds:
-                continue
-            before = last.get(action.chunk, action)
-            if action.micro_batch < before.micro_batch:
-                raise ValueError(
-                    f"rank {rank}, {action}: comes behind {before}: each chunk takes the micro-batches of a "
-                    "step in their order, as its data comes and its gradients add up"
-                )
-            last[action.chunk] = action
 
 
 @around
@@ -294,25 +265,17 @@ def forward_backward(
     )
     if not forward_only and (reason := unfit(model, schedule)):
         raise ValueError(f"--accel-schedule or --accel-vpp-extra-warmup: {reason}")
-    finalizes = config.finalize_model_grads_func is not None and not forward_only
-    is_last = rank == ranks - 1
-
-    embedding = None
-    if finalizes:
-        embedding = schedules.clear_embedding_activation_buffer(config, model, is_last)
-    if config.timers is not None:
-        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    if getattr(config, "moe_paged_stash", False):
-        schedules.paged_stash_reset(enabled=not forward_only, config=config)
+    embedding = _begin(model, config, groups, forward_only=forward_only)
 
     length = decoder_seq_length if len(model) == 1 and decoder_seq_length else seq_length
     length //= groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
     device = next(model[0].parameters()).device
     sized = config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
     shape = (length, micro_batch_size, config.hidden_size)
-    link = _link(groups.pp, shape, config.pipeline_dtype, device, sized=sized)
-
-    passes = _Passes(
+    link = pipeline_link(
+        groups.pp, shape, config.pipeline_dtype, device, sized=sized, timeout=_timeout()
+    )
+    passes = Passes(
         schedule=schedule,
         rank=rank,
         model=model,
@@ -330,8 +293,8 @@ def forward_backward(
     if schedule.placement is Placement.V and ranks > 1:
         results = to_last_rank(results, tokens, groups.pp)
 
-    if finalizes:
-        schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
+    if _finalizes(config, forward_only):
+        schedules.finish_embedding_wgrad_compute(config, embedding, rank == ranks - 1, groups.tp)
         config.finalize_model_grads_func(
             model,
             tokens if config.calculate_per_token_loss else None,
@@ -345,163 +308,23 @@ def forward_backward(
     return results
 
 
-_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+def _finalizes(config: Any, forward_only: bool) -> bool:
+    return config.finalize_model_grads_func is not None and not forward_only
 
 
-def completing(backwards: Sequence[Action]) -> set[Action]:
-    """Of a rank's backwards those that complete gradients: of each chunk, the last one that forms those which
-    can be put off, and the last one that forms the others.
+def _begin(model: Sequence[Any], config: Any, groups: Any, *, forward_only: bool) -> Any:
+    """What Megatron does before all passes; returns the buffer of its deferred embedding gradients."""
+    from megatron.core.pipeline_parallel import schedules
 
-    Raises:
-        ValueError: the last is a weights' part, of an input's part that a whole backward follows: that one
-            would complete only some.
-    """
-    found = set()
-    for chunk in {action.chunk for action in backwards}:
-        own = [action for action in backwards if action.chunk == chunk]
-        put_off = [a for a in own if a.kind is not Kind.BACKWARD_INPUT][-1]
-        others = [a for a in own if a.kind is not Kind.BACKWARD_WEIGHT][-1]
-        if put_off.kind is Kind.BACKWARD_WEIGHT and others.kind is Kind.BACKWARD:
-            raise ValueError(f"{others} comes before {put_off}, so neither completes all gradients")
-        found |= {put_off, others}
-    return found
-
-
-@dataclass(kw_only=True)
-class _Passes:
-    """`runtime.Stages` of one step, through Megatron's own steps."""
-
-    schedule: Schedule
-    rank: int
-    model: Sequence[Any]
-    """The chunks."""
-    config: Any
-    step: Callable[..., tuple[Tensor, Tensor]]
-    """Megatron's ``forward_step``, with the user's function."""
-    iterators: Sequence[Any]
-    options: Mapping[str, Any]
-    """Of all forward steps."""
-    begins: Callable[[bool], bool]
-    """Whether a first micro-batch is one for Megatron, too."""
-    results: list[Any] = field(default_factory=list)
-    """What the loss function gave for each micro-batch, on the rank with the last stage."""
-
-    def __post_init__(self) -> None:
-        own = [action for action in self.schedule.ranks[self.rank] if action.kind.computes]
-        backwards = [action for action in own if action.kind in _BACKWARDS]
-        self.completing = completing(backwards)
-        self.last = {action.chunk: action for action in backwards}
-        self.turns = {a: at for at, a in enumerate(a for a in own if a.kind is Kind.FORWARD)}
-        self.outstanding = own.index(backwards[0]) if backwards else len(own)
-        """Forwards before the first backward."""
-        self.device = next(self.model[0].parameters()).device
-        self.tokens = torch.zeros([], dtype=torch.int, device=self.device)
-        self.later: dict[tuple[int, int], WeightPart] = {}
-        """What first parts of backward passes left."""
-        self.gradients = _Gradients(self.config, self.model)
-        self.interleaved = self.config.virtual_pipeline_model_parallel_size is not None
-
-    @contextlib.contextmanager
-    def synchronizing(self) -> Iterator[None]:
-        """Around all passes."""
-        self.gradients.hold()
-        try:
-            for chunk in range(min(2, len(self.model))):
-                self._gather_parameters(chunk)
-            yield
-        finally:
-            self.gradients.release()
-
-    def forward(self, action: Action, taken: Tensor | None) -> Tensor:
-        chunk, first = action.chunk, action.micro_batch == 0
-        if first and 1 < chunk + 1 < len(self.model):
-            self._gather_parameters(chunk + 1)
-        kept = self.config.num_microbatches_with_partial_activation_checkpoints
-        whole = None if kept is None else self.turns[action] % self.outstanding >= kept
-        made, tokens = self.step(
-            self.iterators[chunk],
-            self.model[chunk],
-            self.schedule.num_micro_batches,
-            taken,
-            self.results,
-            self.config,
-            checkpoint_activations_microbatch=whole,
-            is_first_microbatch=self.begins(first),
-            current_microbatch=action.micro_batch,
-            vp_stage=chunk if self.interleaved else None,
-            is_last_stage=self.schedule.stage(self.rank, chunk) == self.schedule.num_stages - 1,
-            **self.options,
-        )
-        self.tokens += tokens
-        return made
-
-    def backward(
-        self, action: Action, taken: Tensor | None, made: Tensor, grad: Tensor | None
-    ) -> Tensor | None:
-        from megatron.core.pipeline_parallel import schedules
-
-        with self._completing(action), contextlib.ExitStack() as stack:
-            if action.kind is Kind.BACKWARD_INPUT:
-                part = stack.enter_context(input_part())
-                self.later[action.micro_batch, action.chunk] = part
-            of_input: Tensor | None = schedules.backward_step(taken, made, grad, self.config)
-        return of_input
-
-    def backward_weight(self, action: Action) -> None:
-        with self._completing(action):
-            self.later.pop((action.micro_batch, action.chunk)).compute()
-
-    def sent(self, made: Tensor) -> None:
-        from megatron.core.pipeline_parallel import schedules
-
-        if not self.schedule.forward_only:
-            schedules.deallocate_output_tensor(made, self.config.deallocate_pipeline_outputs)
-
-    @contextlib.contextmanager
-    def _completing(self, action: Action) -> Iterator[None]:
-        """Gradients that a backward completes are reduced by its hooks, or by a function behind the last."""
-        by_hooks = self.config.grad_sync_func is None
-        if by_hooks and action in self.completing:
-            self.gradients.release()
-        yield
-        if not by_hooks and action == self.last[action.chunk]:
-            self.gradients.release()
-            self.gradients.reduce(action.chunk)
-        self.gradients.hold()
-
-    def _gather_parameters(self, chunk: int) -> None:
-        """As Megatron does in interleaved schedules: two chunks ahead, where it does not at first use."""
-        functions = self.config.param_sync_func
-        if functions is None or len(self.model) == 1 or self.schedule.forward_only:
-            return
-        function = functions[chunk] if isinstance(functions, list) else functions
-        function(self.model[chunk].parameters())
-
-
-class _Gradients:
-    """Megatron's ``no_sync``, held around everything but what completes gradients."""
-
-    def __init__(self, config: Any, model: Sequence[Any]) -> None:
-        self.config, self.model = config, model
-        self._held: contextlib.ExitStack | None = None
-
-    def hold(self) -> None:
-        if self._held is not None:
-            return
-        functions = self.config.no_sync_func or []
-        self._held = contextlib.ExitStack()
-        for function in functions if isinstance(functions, list) else [functions]:
-            self._held.enter_context(function())
-
-    def release(self) -> None:
-        if self._held is not None:
-            self._held.close()
-            self._held = None
-
-    def reduce(self, chunk: int) -> None:
-        functions = self.config.grad_sync_func
-        function = functions[chunk] if isinstance(functions, list) else functions
-        function(self.model[chunk].parameters())
+    embedding = None
+    if _finalizes(config, forward_only):
+        is_last = groups.pp.rank() == groups.pp.size() - 1
+        embedding = schedules.clear_embedding_activation_buffer(config, model, is_last)
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    if getattr(config, "moe_paged_stash", False):
+        schedules.paged_stash_reset(enabled=not forward_only, config=config)
+    return embedding
 
 
 def _groups(p2p_communicator: Any, pg_collection: Any) -> Any:
@@ -526,52 +349,6 @@ def _groups(p2p_communicator: Any, pg_collection: Any) -> Any:
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
     groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
-
-
-_SECOND: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-"""Of a pipeline's group the one beside it."""
-
-
-def _link(
-    group: dist.ProcessGroup,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    sized: bool,
-) -> GroupLink:
-    """Over the pipeline's group and a second one of the same ranks. At first every rank of the world comes
-    here, as all make the groups of all pipelines."""
-    if group in _SECOND:
-        return GroupLink(group, _SECOND[group], shape, dtype, device, sized=sized)
-    if group.size() > 2 and (why := _one_queue_for_all(group, device)):
-        raise ValueError(
-            f"{why} has one queue for all neighbours, in which accel's schedules would wait for ever; "
-            "leave it out"
-        )
-    known = dist.distributed_c10d._world.pg_map
-    for gone in [each for each in _SECOND if each not in known]:
-        del _SECOND[gone]
-    own = dist.get_process_group_ranks(group)
-    ranks = torch.tensor(own, device=device)
-    everyone = [torch.empty_like(ranks) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, ranks)
-    for pipeline in sorted({tuple(each.tolist()) for each in everyone}):
-        made = dist.new_group(list(pipeline), _timeout(), dist.get_backend(group))
-        if list(pipeline) == own:
-            _SECOND[group] = made
-    link = GroupLink(group, _SECOND[group], shape, dtype, device, sized=sized)
-    link.connect()
-    return link
-
-
-def _one_queue_for_all(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """What makes the messages of a rank to all others leave one after the other."""
-    if device.type == "cuda" and group.bound_device_id is not None:
-        return "init_process_group was given a device_id: then NCCL"
-    if device.type == "npu" and os.environ.get("P2P_HCCL_BUFFSIZE") == "0":
-        return "P2P_HCCL_BUFFSIZE=0 is set: then HCCL"
-    return None
 
 
 def _timeout() -> timedelta | None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from accel.device import npu
-from accel.patches import _pipeline
+from accel.parallel.schedule.pipeline_link import one_queue_for_all
 from accel.testing.distributed import under_torchrun
 from tests.distributed.training import MLA, SCRIPT, losses, model
 from tests.npu.schemas import WHEEL
@@ -108,7 +108,7 @@ def test_one_queue_for_all_neighbours_is_told_by_what_makes_it(
     def told(device: str, bound: object) -> str | None:
         group: Any = SimpleNamespace(bound_device_id=bound)
         place: Any = SimpleNamespace(type=device)
-        return _pipeline._one_queue_for_all(group, place)
+        return one_queue_for_all(group, place)
 
     monkeypatch.setenv("P2P_HCCL_BUFFSIZE", "20")
     assert told("npu", "npu:0") is None

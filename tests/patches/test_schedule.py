@@ -15,9 +15,10 @@ import pytest
 import accel
 from accel.feature import Context
 from accel.parallel.schedule import Action, Kind, with_transfers
+from accel.parallel.schedule.in_order import completing
 from accel.parallel.schedule.names import INTERLEAVED, NAMED, named
 from accel.patches import schedule, vpp_extra_warmup
-from accel.patches._pipeline import WANTED, completing, unfit
+from accel.patches._pipeline import WANTED, unfit
 from accel.patches._v_placement import IN_A_V, MirroredGroup
 
 
