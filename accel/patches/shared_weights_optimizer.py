@@ -18,7 +18,8 @@ from torch import Tensor
 
 from accel.memory.pinned import not_on_device
 from accel.memory.precision_aware_adam import MASTER, PrecisionAwareAdam
-from accel.patches._inner_masters import Master, keep_master_of, reads_any_dtype
+from accel.patches._inner_masters import reads_any_dtype
+from accel.patches._params_norm import Master, keep_master_of
 from accel.patches.adam_resume import count_from_0, counted_by_group
 
 __all__ = ["SharedWeightsOptimizer"]
