@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -241,13 +242,10 @@ def idle(context: Context) -> str | None:
 
 def switch_on(value: int, threshold: float) -> Callable[[], None]:
     migration = Migration(value, threshold)
-    undo = ON.set(migration), load.switch_on(migration.recorder)
-
-    def switch_off() -> None:
-        for each in undo:
-            each()
-
-    return switch_off
+    undo = ExitStack()
+    undo.callback(ON.set(migration))
+    undo.callback(load.switch_on(migration.recorder))
+    return undo.close
 
 
 FEATURE = Feature(

@@ -32,7 +32,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -385,13 +385,10 @@ def parse_budget(given: Any) -> int:
 
 def switch_on(value: int) -> Callable[[], None]:
     planner = Planner(value)
-    undo = ON.set(planner), swap_attention.ON.set(planner.swapping)
-
-    def switch_off() -> None:
-        for each in undo:
-            each()
-
-    return switch_off
+    undo = ExitStack()
+    undo.callback(ON.set(planner))
+    undo.callback(swap_attention.ON.set(planner.swapping))
+    return undo.close
 
 
 def _unavailable(context: Context) -> str | None:

@@ -27,6 +27,7 @@ their capacity are in, those that padding for quantization adds are not. Routers
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -151,13 +152,10 @@ def _refuses(context: Context) -> str | None:
 
 def switch_on(value: int) -> Callable[[], None]:
     report = Report(value)
-    undo = ON.set(report), load.switch_on(report.recorder)
-
-    def switch_off() -> None:
-        for each in undo:
-            each()
-
-    return switch_off
+    undo = ExitStack()
+    undo.callback(ON.set(report))
+    undo.callback(load.switch_on(report.recorder))
+    return undo.close
 
 
 FEATURE = Feature(

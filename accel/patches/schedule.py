@@ -41,6 +41,7 @@ FSDP, ``--delay-wgrad-compute`` and ``--defer-embedding-wgrad-compute``. Not run
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -147,17 +148,13 @@ def _idle(context: Context) -> str | None:
 
 
 def switch_on(value: str) -> Callable[[], None]:
-    undo = [WANTED.want(name=value)]
+    undo = ExitStack()
+    undo.callback(WANTED.want(name=value))
     if has_parts(value):
-        undo.append(_linear.switch_on())
+        undo.callback(_linear.switch_on())
     if is_v(value):
-        undo.append(_v_placement.switch_on())
-
-    def off() -> None:
-        while undo:
-            undo.pop()()
-
-    return off
+        undo.callback(_v_placement.switch_on())
+    return undo.close
 
 
 FEATURE = Feature(

@@ -40,6 +40,7 @@ layers run as they are; experts' all-to-alls are not concerned.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from accel.feature import Context, Feature, Setting
@@ -99,13 +100,10 @@ def switch_on(
     chunks: int | None = None, form: Form | None = None, wgrad: bool = False
 ) -> Callable[[], None]:
     chosen = overlap.Overlap(chunks, form, sums_in_pieces=wgrad)
-    undo = [_linear.switch_on(), overlap.switch_on(chosen)]
-
-    def off() -> None:
-        while undo:
-            undo.pop()()
-
-    return off
+    undo = ExitStack()
+    undo.callback(_linear.switch_on())
+    undo.callback(overlap.switch_on(chosen))
+    return undo.close
 
 
 FEATURE = Feature(
